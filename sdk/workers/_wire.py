@@ -1,0 +1,263 @@
+"""Framing and structs of the socket between node and isolate.
+
+One frame is a 4-byte big-endian length and that many bytes of msgpack: a tagged array of the struct's
+fields. Many calls share one socket; `id` tells them apart. The node mints even ids (invocations), the
+isolate odd ids (calls it makes), so neither side has to ask.
+
+An id can carry one body in each direction: `Chunk`s, then `End` or `Abort`. The sender of a body may have
+at most `WINDOW_BYTES` unacknowledged; the receiver returns `Credit` as its consumer takes bytes, so that a
+slow reader holds up only its own stream.
+
+This module knows nothing about sockets, tasks or HTTP. `edge.frames` uses the same framing for engines.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+
+MAX_FRAME_BYTES = 32 << 20
+MAX_CHUNK_BYTES = 64 << 10
+WINDOW_BYTES = 256 << 10
+
+_LENGTH = struct.Struct(">I")
+
+
+class FrameError(ValueError):
+    """The peer sent bytes that are no frame: too long, truncated, or of an unknown shape."""
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of every struct on the wire; the class name is the tag."""
+
+
+# -- both directions ---------------------------------------------------------------------------------------
+
+
+class Chunk(Frame):
+    """A piece of the body of `id`, at most `MAX_CHUNK_BYTES`."""
+
+    id: int
+    data: bytes
+
+
+class End(Frame):
+    """The body of `id` is complete."""
+
+    id: int
+
+
+class Abort(Frame):
+    """The body of `id` ends here, incomplete, because of `message`."""
+
+    id: int
+    message: str
+
+
+class Credit(Frame):
+    """The receiver of the body of `id` has room for `num_bytes` more."""
+
+    id: int
+    num_bytes: int
+
+
+class Cancel(Frame):
+    """Nobody waits for `id` any more: stop its work. Cancelling a finished id is harmless."""
+
+    id: int
+
+
+# -- node to isolate ---------------------------------------------------------------------------------------
+
+
+class Init(Frame):
+    """First frame to a new isolate: what to import, and the bindings that `env` gets.
+
+    `root` is the module root (the folder of `main`); `main` is the file's path relative to it.
+    """
+
+    worker: str
+    version: str
+    root: str
+    main: str
+    vars: dict[str, Any]
+    ai_binding: str | None
+
+
+class Fetch(Frame):
+    """An HTTP request for the worker; its body follows as chunks of `id` if `has_body`."""
+
+    id: int
+    method: str
+    url: str
+    headers: list[tuple[str, str]]
+    has_body: bool
+    cf: dict[str, Any] = {}
+
+
+class Result(Frame):
+    """The answer to call `id`, complete: a JSON value."""
+
+    id: int
+    value: Any
+    info: dict[str, Any] = {}
+    """What `env.AI` shows of the last call: `requestId`, `status`."""
+
+
+class ResultHead(Frame):
+    """The answer to call `id` is an HTTP-like response, whose body follows as chunks."""
+
+    id: int
+    status: int
+    headers: list[tuple[str, str]]
+    has_body: bool
+    url: str = ""
+    info: dict[str, Any] = {}
+
+
+class CallFailed(Frame):
+    """Call `id` failed. `code` is the Workers AI code (0: none), `name` the JavaScript class name."""
+
+    id: int
+    name: str
+    code: int
+    message: str
+    status: int
+
+
+# -- isolate to node ---------------------------------------------------------------------------------------
+
+
+class Ready(Frame):
+    """User code is imported. `handlers` names the events it has handlers for, for example `fetch`."""
+
+    handlers: list[str]
+    import_us: int
+
+
+class StartFailed(Frame):
+    """User code could not be imported."""
+
+    type: str
+    message: str
+    traceback: str
+
+
+class ResponseHead(Frame):
+    """The response of invocation `id`; its body follows as chunks of `id` if `has_body`."""
+
+    id: int
+    status: int
+    headers: list[tuple[str, str]]
+    has_body: bool
+
+
+class Threw(Frame):
+    """The handler of invocation `id` raised before it returned a response."""
+
+    id: int
+    type: str
+    message: str
+    traceback: str
+
+
+class Finished(Frame):
+    """Invocation `id` is over: response body sent (or given up) and every `waitUntil` awaited."""
+
+    id: int
+
+
+class AiRun(Frame):
+    """`await env.AI.run(model, inputs, options)` in `invocation` (0: outside of any)."""
+
+    id: int
+    invocation: int
+    model: str
+    inputs: Any
+    options: dict[str, Any]
+
+
+class Subrequest(Frame):
+    """`await fetch(url, …)` in `invocation`; the request body follows as chunks of `id` if `has_body`."""
+
+    id: int
+    invocation: int
+    method: str
+    url: str
+    headers: list[tuple[str, str]]
+    has_body: bool
+    redirect: str = "follow"
+
+
+class Log(Frame):
+    """A line that the handler printed or logged in `invocation` (0: outside of any)."""
+
+    invocation: int
+    level: str
+    text: str
+
+
+ToIsolate = Init | Fetch | Result | ResultHead | CallFailed | Chunk | End | Abort | Credit | Cancel
+ToNode = (
+    Ready
+    | StartFailed
+    | ResponseHead
+    | Threw
+    | Finished
+    | AiRun
+    | Subrequest
+    | Log
+    | Chunk
+    | End
+    | Abort
+    | Credit
+    | Cancel
+)
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(frame: Frame) -> bytes:
+    """`frame` as bytes, length prefix included.
+
+    Raises:
+        FrameError: the frame is longer than `MAX_FRAME_BYTES`.
+    """
+    body = _encoder.encode(frame)
+    if len(body) > MAX_FRAME_BYTES:
+        raise FrameError(f"{type(frame).__name__} frame of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameDecoder:
+    """Cuts a byte stream into frames of one union of structs."""
+
+    def __init__(self, frames: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(frames)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        """All frames that are complete once `data` has arrived, oldest first.
+
+        Raises:
+            FrameError: a frame is too long or of no known shape; the stream is unusable from here on.
+        """
+        self._buffer += data
+        frames = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            if length > MAX_FRAME_BYTES:
+                raise FrameError(f"frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+            end = start + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            try:
+                frames.append(self._decoder.decode(self._buffer[start + _LENGTH.size : end]))
+            except msgspec.MsgspecError as error:
+                raise FrameError(f"frame of an unknown shape: {error}") from error
+            start = end
+        del self._buffer[:start]
+        return frames
