@@ -1,0 +1,1 @@
+"""The runtime: what an operator installs and runs."""

@@ -183,10 +183,26 @@ class MeteringUnavailable(EdgeError):
 
 
 class HandlerFailed(EdgeError):
-    """The worker's handler raised an exception."""
+    """The worker's handler raised an exception, which `type`, `message` and `traceback` describe."""
 
     code = 1101
     name = "WorkerThrewException"
+
+    def __init__(self, message: str, *, type: str = "", traceback: str = "") -> None:
+        super().__init__(message)
+        self.type = type
+        self.traceback = traceback
+
+
+class WorkerStartFailed(EdgeError):
+    """The worker's code could not be imported, or there is none to run; `traceback` is the handler author's."""
+
+    code = 1101
+    name = "WorkerStartFailed"
+
+    def __init__(self, message: str, *, traceback: str = "") -> None:
+        super().__init__(message)
+        self.traceback = traceback
 
 
 class HandlerTimeout(EdgeError):
@@ -203,6 +219,15 @@ class IsolateLost(EdgeError):
     code = 1101
     status = 500
     name = "WorkerCrashed"
+    retryable = True
+
+
+class SubrequestFailed(EdgeError):
+    """A handler's outbound `fetch` got no response."""
+
+    code = 0
+    status = 502
+    name = "NetworkError"
     retryable = True
 
 

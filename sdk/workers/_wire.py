@@ -29,7 +29,7 @@ class FrameError(ValueError):
     """The peer sent bytes that are no frame: too long, truncated, or of an unknown shape."""
 
 
-class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Frame(msgspec.Struct, array_like=True, tag_field="frame", tag=True):
     """Base of every struct on the wire; the class name is the tag."""
 
 
@@ -130,6 +130,12 @@ class CallFailed(Frame):
 # -- isolate to node ---------------------------------------------------------------------------------------
 
 
+class Sandboxed(Frame):
+    """First frame of an isolate: the sandbox layers that it is under. Only then is `Init` sent to it."""
+
+    layers: list[str]
+
+
 class Ready(Frame):
     """User code is imported. `handlers` names the events it has handlers for, for example `fetch`."""
 
@@ -201,7 +207,8 @@ class Log(Frame):
 
 ToIsolate = Init | Fetch | Result | ResultHead | CallFailed | Chunk | End | Abort | Credit | Cancel
 ToNode = (
-    Ready
+    Sandboxed
+    | Ready
     | StartFailed
     | ResponseHead
     | Threw
@@ -256,7 +263,7 @@ class FrameDecoder:
                 break
             try:
                 frames.append(self._decoder.decode(self._buffer[start + _LENGTH.size : end]))
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, RecursionError) as error:
                 raise FrameError(f"frame of an unknown shape: {error}") from error
             start = end
         del self._buffer[:start]

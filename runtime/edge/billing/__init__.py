@@ -1,0 +1,1 @@
+"""Usage records, prices and bills. Money and tokens are integers."""

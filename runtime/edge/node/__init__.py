@@ -1,0 +1,1 @@
+"""The node process: HTTP in and out. `app` alone constructs the parts and joins them."""

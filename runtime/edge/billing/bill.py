@@ -1,0 +1,257 @@
+"""A bill: a query over usage records, priced by the books that the records name.
+
+Amounts are list prices before free allocations. They are exact until the end of a line, where cents are rounded
+half-even once and the residual is kept, so that the printed lines add up to the printed total. Failed calls
+are listed and not charged; successful and cancelled ones are. A call whose model has no price is unpriced: it
+is listed as such and never passes for free.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from edge.billing.ledger import opened, price_books
+from edge.billing.prices import PriceBook, dollars, neurons
+from edge.errors import EdgeError, UsageError
+
+Grouping = Literal["model", "worker", "day"]
+NOTE = "List prices before free allocations. Failed calls are listed and not charged."
+_PICO_DOLLARS_PER_CENT = 10**10
+_GROUPED_BY = {
+    "model": "model",
+    "worker": "coalesce(worker, '(no worker)')",
+    "day": "date(ended_at / 1000000, 'unixepoch')",
+}
+
+
+class Tokens(msgspec.Struct):
+    """Sums of the three disjoint token counts."""
+
+    input_tokens: int = 0
+    cached_input_tokens: int = 0
+    output_tokens: int = 0
+
+    def add(self, other: Tokens) -> None:
+        """Add `other` to these sums."""
+        self.input_tokens += other.input_tokens
+        self.cached_input_tokens += other.cached_input_tokens
+        self.output_tokens += other.output_tokens
+
+
+class Line(msgspec.Struct):
+    """All calls of one model, worker or day."""
+
+    key: str
+    charged_requests: int = 0
+    charged: Tokens = msgspec.field(default_factory=Tokens)
+    failed_requests: int = 0
+    failed: Tokens = msgspec.field(default_factory=Tokens)
+    unpriced_requests: int = 0
+    unpriced: Tokens = msgspec.field(default_factory=Tokens)
+    compute_us: int = 0
+    micro_neurons: int = 0
+    pico_dollars: int = 0
+    price_versions: set[str] = msgspec.field(default_factory=set)
+
+    @property
+    def requests(self) -> int:
+        """All calls, charged or not."""
+        return self.charged_requests + self.failed_requests + self.unpriced_requests
+
+    @property
+    def is_unpriced(self) -> bool:
+        """Nothing on this line has a price, so that it has no amount either."""
+        return self.unpriced_requests > 0 and self.charged_requests == 0
+
+    @property
+    def cents(self) -> int:
+        """The amount to pay, rounded half-even to cents."""
+        return round_half_even(self.pico_dollars, _PICO_DOLLARS_PER_CENT)
+
+    @property
+    def residual_pico_dollars(self) -> int:
+        """What rounding to cents took away (positive) or added (negative)."""
+        return self.pico_dollars - self.cents * _PICO_DOLLARS_PER_CENT
+
+
+class Bill(msgspec.Struct, frozen=True):
+    """The lines of the calls that ended in [since_us, until_us), UTC."""
+
+    since_us: int
+    until_us: int
+    by: Grouping
+    lines: list[Line]
+
+    @property
+    def total_cents(self) -> int:
+        """Sum of the rounded lines: what is printed adds up."""
+        return sum(line.cents for line in self.lines)
+
+    @property
+    def total_pico_dollars(self) -> int:
+        """Sum of the exact lines."""
+        return sum(line.pico_dollars for line in self.lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """The bill as JSON values: money and neurons as decimal strings, counts as integers, times in ISO 8601."""
+        lines = self.lines
+        return {
+            "since": iso_time(self.since_us),
+            "until": iso_time(self.until_us),
+            "by": self.by,
+            "currency": "USD",
+            "note": NOTE,
+            "lines": [_line_json(line, self.by) for line in lines],
+            "total": {
+                "requests": sum(line.requests for line in lines),
+                "charged_requests": sum(line.charged_requests for line in lines),
+                "failed_requests": sum(line.failed_requests for line in lines),
+                "unpriced_requests": sum(line.unpriced_requests for line in lines),
+                "neurons": neurons(sum(line.micro_neurons for line in lines)),
+                "usd_exact": dollars(self.total_pico_dollars),
+                "usd": cents_string(self.total_cents),
+                "usd_residual": dollars(self.total_pico_dollars - self.total_cents * _PICO_DOLLARS_PER_CENT),
+            },
+        }
+
+
+def make_bill(ledger: Path, *, since_us: int, until_us: int, by: Grouping, account: str | None = None) -> Bill:
+    """The bill for the calls that ended in [since_us, until_us), of `account` or of all accounts.
+
+    Raises:
+        EdgeError: the ledger cannot be read, or lacks the price book that a record names.
+    """
+    query = f"""
+        SELECT {_GROUPED_BY[by]}, status = 'error', model, served_by, price_version, count(*),
+               sum(input_tokens), sum(cached_input_tokens), sum(output_tokens), sum(compute_us)
+        FROM usage
+        WHERE ended_at >= :since AND ended_at < :until AND (:account IS NULL OR account = :account)
+        GROUP BY 1, 2, 3, 4, 5 ORDER BY 1
+    """
+    with opened(ledger) as database:
+        rows = database.execute(query, {"since": since_us, "until": until_us, "account": account}).fetchall()
+        return Bill(since_us, until_us, by, _lines(rows, price_books(database)))
+
+
+def _lines(rows: Iterable[sqlite3.Row], books: dict[str, PriceBook]) -> list[Line]:
+    lines: dict[str, Line] = {}
+    for key, is_failed, model, served_by, price_version, num_requests, *counts, compute_us in rows:
+        line = lines.setdefault(key, Line(key))
+        tokens = Tokens(*counts)
+        line.compute_us += compute_us
+        if is_failed:
+            line.failed_requests += num_requests
+            line.failed.add(tokens)
+            continue
+        if price_version not in books:
+            raise EdgeError(f"the ledger lacks the price book {price_version} that {num_requests} of its records name")
+        book = books[price_version]
+        price = book.price(model, served_by)
+        if price is None:
+            line.unpriced_requests += num_requests
+            line.unpriced.add(tokens)
+            continue
+        micro_neurons = price.micro_neurons(**msgspec.structs.asdict(tokens))
+        line.charged_requests += num_requests
+        line.charged.add(tokens)
+        line.micro_neurons += micro_neurons
+        line.pico_dollars += micro_neurons * book.pico_dollars_per_micro_neuron
+        line.price_versions.add(price_version)
+    return list(lines.values())
+
+
+def _line_json(line: Line, by: Grouping) -> dict[str, Any]:
+    return {
+        by: line.key,
+        "requests": line.requests,
+        "charged_requests": line.charged_requests,
+        **msgspec.structs.asdict(line.charged),
+        "failed_requests": line.failed_requests,
+        "failed": msgspec.structs.asdict(line.failed),
+        "unpriced_requests": line.unpriced_requests,
+        "unpriced": msgspec.structs.asdict(line.unpriced),
+        "compute_us": line.compute_us,
+        "price_versions": sorted(line.price_versions),
+        "neurons": None if line.is_unpriced else neurons(line.micro_neurons),
+        "usd_exact": None if line.is_unpriced else dollars(line.pico_dollars),
+        "usd": None if line.is_unpriced else cents_string(line.cents),
+        "usd_residual": None if line.is_unpriced else dollars(line.residual_pico_dollars),
+    }
+
+
+def round_half_even(amount: int, unit: int) -> int:
+    """How many `unit`s `amount` is, rounded to the nearest, and a tie to the even one."""
+    whole, rest = divmod(amount, unit)
+    return whole + (2 * rest > unit or (2 * rest == unit and whole % 2 == 1))
+
+
+def cents_string(cents: int) -> str:
+    """`cents` as dollars with two decimals."""
+    return f"{'-' if cents < 0 else ''}{abs(cents) // 100}.{abs(cents) % 100:02d}"
+
+
+# -- time windows, in UTC ----------------------------------------------------------------------------------
+
+
+def month_window(month: str) -> tuple[int, int]:
+    """[since, until) of a month `YYYY-MM` in microseconds since the epoch, UTC.
+
+    Raises:
+        UsageError: it is no such month.
+    """
+    try:
+        since = datetime.strptime(month, "%Y-%m").replace(tzinfo=UTC)
+    except ValueError as error:
+        raise UsageError(f"month {month!r} is not of the form YYYY-MM, for example 2026-11") from error
+    _check_year(since)
+    until = since.replace(year=since.year + since.month // 12, month=since.month % 12 + 1)
+    return _time_us(since), _time_us(until)
+
+
+def this_month() -> str:
+    """The current month `YYYY-MM` in UTC."""
+    return datetime.now(UTC).strftime("%Y-%m")
+
+
+def now_us() -> int:
+    """The current time in microseconds since the epoch."""
+    return time.time_ns() // 1000
+
+
+def parse_time(text: str) -> int:
+    """Microseconds since the epoch of an ISO 8601 date or time; without an offset it is in UTC.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise UsageError(f"time {text!r} is not ISO 8601, for example 2026-11-30 or 2026-11-30T12:00:00Z") from error
+    _check_year(moment)
+    return _time_us(moment if moment.tzinfo else moment.replace(tzinfo=UTC))
+
+
+def _check_year(moment: datetime) -> None:
+    if not 1970 < moment.year < 9999:
+        raise UsageError(f"the year {moment.year} is out of range: give one from 1971 to 9998")
+
+
+def iso_time(moment_us: int) -> str:
+    """ISO 8601 in UTC of microseconds since the epoch."""
+    seconds, us = divmod(moment_us, 10**6)
+    text = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    return text + (f".{us:06d}" if us else "") + "Z"
+
+
+def _time_us(moment: datetime) -> int:
+    """Microseconds since the epoch of `moment`, which has a time zone; exact, unlike `timestamp()`."""
+    since_epoch = moment - datetime(1970, 1, 1, tzinfo=UTC)
+    return (since_epoch.days * 86400 + since_epoch.seconds) * 10**6 + since_epoch.microseconds

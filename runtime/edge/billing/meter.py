@@ -1,0 +1,67 @@
+"""The usage record: what one model call used, and by whom it was made.
+
+Counts are the engine's own. This module knows nothing about prices, databases or the calls themselves.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import uuid
+from typing import Literal, Protocol
+
+import msgspec
+
+Trigger = Literal["rest", "openai", "binding"]
+Status = Literal["ok", "cancelled", "error"]
+
+
+class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One model call. Times are integer microseconds since the epoch, in UTC.
+
+    Cached prompt tokens are not counted in `input_tokens`: the three token counts are disjoint.
+    """
+
+    id: str
+    """Minted once for the call: writing the same id again is harmless."""
+    request_id: str
+    """The request or invocation that made the call; it can have made several."""
+    started_at: int
+    ended_at: int
+    account: str
+    worker: str | None
+    version: str | None
+    model: str
+    """The catalogue id that the caller asked for: it is the one that has a price."""
+    served_by: str
+    """The installed model that ran: `model` itself, or what stands in for it."""
+    task: str
+    trigger: Trigger
+    status: Status
+    error_code: int | None
+    input_tokens: int
+    cached_input_tokens: int
+    output_tokens: int
+    compute_us: int
+    wall_us: int
+    price_version: str
+    """The `PriceBook.id` of the prices that were in force."""
+
+
+class Meter(Protocol):
+    """Where usage records go."""
+
+    async def record(self, record: UsageRecord) -> None:
+        """Return once `record` is durable.
+
+        Raises:
+            MeteringUnavailable: it could not be made durable, or this is not known.
+        """
+        ...
+
+
+def new_id() -> str:
+    """A new id, a UUID of version 7 (RFC 9562): ids sort by the millisecond in which they were minted."""
+    milliseconds = time.time_ns() // 1_000_000
+    random = secrets.randbits(12) << 64 | secrets.randbits(62)
+    return str(uuid.UUID(int=milliseconds << 80 | 0x7 << 76 | 0b10 << 62 | random))

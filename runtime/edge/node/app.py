@@ -1,0 +1,122 @@
+"""The node: constructs every part and joins them. Nothing else in the product creates a part."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from typing import Any, Self
+
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from edge.ai.catalogue import Catalogue
+from edge.ai.gate import Gate, Principal
+from edge.ai.native import run_binding
+from edge.billing import ledger
+from edge.billing.ledger import Ledger
+from edge.billing.meter import new_id
+from edge.billing.prices import load_prices
+from edge.config import Config
+from edge.isolates.base import Bundle, JsonAnswer, StreamAnswer
+from edge.isolates.dispatch import Isolates
+from edge.node import api
+from edge.node.ingress import AccessLog, Ingress
+from edge.pool.local import LocalPool
+from edge.weights.store import ModelStore
+
+_log = logging.getLogger(__name__)
+
+
+class Node:
+    """All parts of one node, running between `async with`'s two ends.
+
+    Args:
+        tokens: bearer token to account.
+        show_tracebacks: whether an exception of a handler is answered with its traceback.
+        say: where a line for the operator goes.
+        access_log: called after every request to the worker.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        tokens: Mapping[str, str],
+        show_tracebacks: bool,
+        say: Callable[[str], None],
+        access_log: AccessLog,
+    ) -> None:
+        self._config = config
+        self._say = say
+        store = ModelStore(config.state_dir / "models")
+        installed = store.list()
+        prices = load_prices()
+        self._ledger = Ledger(config.state_dir / ledger.FILE_NAME)
+        self._ledger.add_price_book(prices)
+        self.catalogue = Catalogue(installed, config.ai.models if config.ai is not None else {}, prices)
+        self.pool = LocalPool({model.name: store.path(model.name) for model in installed}, config.engine)
+        self._gate = Gate(self.pool, self.catalogue, self._ledger)
+        self.isolates = Isolates(_AiBinding(self._gate, config.account_id), config.limits, self._on_log)
+        ingress = Ingress(self.isolates, show_tracebacks=show_tracebacks, access_log=access_log, error_log=say)
+        self.app = Starlette(
+            routes=[*api.routes(self._gate, tokens=tokens, health=self._health), Mount("/", app=ingress)]
+        )
+        self._parts = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        # Closed in the reverse order: handlers first, then what they call, and the ledger last, since a call that
+        # is cut short is recorded as well.
+        self._parts.push_async_callback(self._ledger.close)
+        self._parts.push_async_callback(self._gate.close)
+        self._parts.push_async_callback(self.pool.close)
+        self._parts.push_async_callback(self.isolates.close)
+        try:
+            await self.pool.start()
+            await self.isolates.start()
+        except BaseException:
+            await self._parts.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._parts.aclose()
+
+    async def deploy(self, bundle: Bundle) -> None:
+        """Let `bundle` take over once it has imported.
+
+        Raises:
+            WorkerStartFailed: it could not be imported; what served before goes on serving.
+        """
+        await self.isolates.deploy(bundle)
+
+    def _health(self) -> dict[str, Any]:
+        return {"engine": self.pool.status(), "worker": {"pid": self.isolates.pid, "sandbox": self.isolates.layers}}
+
+    def _on_log(self, bundle: Bundle, invocation: int, level: str, text: str) -> None:
+        self._say(text if level == "log" else f"{level}: {text}")
+
+
+class _AiBinding:
+    """`env.AI` of a worker: the gate, on the worker's account."""
+
+    def __init__(self, gate: Gate, account: str) -> None:
+        self._gate = gate
+        self._account = account
+
+    async def ai_run(
+        self, bundle: Bundle, model: str, inputs: Any, options: dict[str, Any]
+    ) -> JsonAnswer | StreamAnswer:
+        """One model call of a handler; EdgeErrors travel to it."""
+        principal = Principal(
+            account=self._account,
+            trigger="binding",
+            request_id=new_id(),
+            worker=bundle.worker,
+            version=bundle.version,
+        )
+        answer = await run_binding(self._gate, principal, model, inputs, options)
+        info = {"requestId": principal.request_id, "status": 200}
+        if isinstance(answer, dict):
+            return JsonAnswer(answer, info)
+        return StreamAnswer(200, [("content-type", "text/event-stream")], answer, info)

@@ -1,0 +1,41 @@
+"""From a configuration to what an isolate needs to start."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from edge.config import Config
+from edge.isolates.base import Bundle
+
+_SKIPPED = frozenset({"__pycache__", ".venv", "venv", "node_modules", ".edge", ".git"})
+
+
+def bundle_of(config: Config) -> Bundle:
+    """The worker of `config` as it is on disk now.
+
+    Its version is a hash of the Python files below the module root, so that usage records of the same code
+    carry the same version.
+    """
+    root = config.main.parent
+    return Bundle(
+        worker=config.name,
+        version=f"dev-{_source_hash(root)}",
+        root=str(root),
+        main=config.main.name,
+        vars=config.vars,
+        ai_binding=config.ai.binding if config.ai is not None else None,
+    )
+
+
+def _source_hash(root: Path) -> str:
+    digest = hashlib.sha256()
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(set(folders) - _SKIPPED)
+        for path in (Path(folder, name) for name in sorted(files) if name.endswith(".py")):
+            with suppress(FileNotFoundError):  # an editor may be replacing it right now
+                source = path.read_bytes()
+                digest.update(f"{path.relative_to(root)}\0{len(source)}\0".encode() + source)
+    return digest.hexdigest()[:8]

@@ -1,0 +1,216 @@
+"""`edge dev`: one worker on one node in the foreground, served again on every save.
+
+The node is the same as anywhere else; only the account, the token, the reload and the traceback pages are
+this mode's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import uvicorn
+import uvloop
+import watchfiles
+
+import edge.config
+from edge.config import Config
+from edge.errors import ConfigError, EdgeError, PortInUse, UsageError
+from edge.node.app import Node
+from edge.node.bundle import bundle_of
+
+TOKEN = "dev"
+_SHUTDOWN_S = 5
+_IGNORED = (
+    ".venv",
+    "venv",
+    "node_modules",
+    "__pycache__",
+    ".edge",
+    ".git",
+    ".pytest_cache",
+    ".mypy_cache",
+    ".ruff_cache",
+)
+
+
+def run(config: Config, *, ip: str, port: int, reload: bool) -> None:
+    """Serve `config`'s worker until SIGINT or SIGTERM.
+
+    Raises:
+        PortInUse: somebody else listens there.
+        UsageError: there is no such address.
+    """
+    sockets = _listen(ip, port)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(config, sockets, reload=reload))
+    finally:
+        for each in sockets:
+            each.close()
+
+
+async def _serve(config: Config, sockets: list[socket.socket], *, reload: bool) -> None:
+    host, port = _public_address(sockets)
+    stop = asyncio.Event()
+    server = _server()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, _on_signal, server, stop)
+    tokens = {TOKEN: config.account_id}
+    async with Node(config, tokens=tokens, show_tracebacks=True, say=_say, access_log=_log_request) as node:
+        await _deploy(node, config)
+        server.config.app = node.app
+        serving = asyncio.create_task(server.serve(sockets))
+        watching = asyncio.create_task(_reload_on_save(node, config, stop)) if reload else None
+        _say_welcome(config, host, port, reload=reload)
+        try:
+            await serving
+        finally:
+            stop.set()
+            if watching is not None:
+                await watching
+
+
+async def _deploy(node: Node, config: Config) -> bool:
+    """Bring up the code as it is on disk now; what is wrong with it is said and leaves the old code serving."""
+    try:
+        await node.deploy(bundle_of(config))
+    except EdgeError as error:
+        meanwhile = "the version before it goes on serving" if node.isolates.pid is not None else "nothing is served"
+        details = getattr(error, "traceback", "")
+        _say(f"{_short(config.main)} could not be started: {error.message}; {meanwhile}.\n{details}".rstrip())
+        return False
+    return True
+
+
+async def _reload_on_save(node: Node, config: Config, stop: asyncio.Event) -> None:
+    async for _ in _saves(config, stop):
+        started = time.perf_counter()
+        if config.path is not None:
+            try:
+                config = edge.config.load(config.path, config.path.parent)
+            except ConfigError as error:
+                _say(f"error: {error.message}\nThe worker keeps running with the old configuration.")
+                continue
+        if await _deploy(node, config):
+            _say(f"Reloaded in {(time.perf_counter() - started) * 1000:.0f} ms")
+
+
+async def _saves(config: Config, stop: asyncio.Event) -> AsyncIterator[None]:
+    """One item for each burst of saves below the worker's root or in its configuration file."""
+    watched = {config.main.parent} | ({config.path} if config.path is not None else set())
+    watch_filter = watchfiles.DefaultFilter(ignore_dirs=_IGNORED, ignore_paths=[config.state_dir])
+    async for _ in watchfiles.awatch(*watched, watch_filter=watch_filter, stop_event=stop, debounce=50, step=20):
+        yield None
+
+
+# -- the server --------------------------------------------------------------------------------------------
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling, which would end the process before the node has closed."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to `_on_signal`."""
+        yield
+
+
+def _server() -> _Server:
+    return _Server(
+        uvicorn.Config(
+            app="",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=True,
+            timeout_graceful_shutdown=_SHUTDOWN_S,
+        )
+    )
+
+
+def _on_signal(server: _Server, stop: asyncio.Event) -> None:
+    """Finish what is in flight; on the second signal, do not."""
+    server.force_exit = server.should_exit
+    server.should_exit = True
+    stop.set()
+
+
+def _listen(ip: str, port: int) -> list[socket.socket]:
+    """Listening sockets for every address of `ip`: `localhost` is both 127.0.0.1 and ::1."""
+    try:
+        found = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (socket.gaierror, OverflowError) as error:
+        raise UsageError(f"cannot listen on {ip}:{port}: {error}. Give an address of this machine with --ip") from error
+    sockets: list[socket.socket] = []
+    for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
+        # With --port 0 the first address chooses the port and the others follow.
+        chosen = (address[0], sockets[0].getsockname()[1], *address[2:]) if sockets and port == 0 else address
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind(chosen)
+            listener.listen(2048)
+            listener.setblocking(False)
+        except OSError as error:
+            listener.close()
+            if family == socket.AF_INET6 and sockets and error.errno != errno.EADDRINUSE:
+                continue  # a machine without IPv6
+            for each in sockets:
+                each.close()
+            if error.errno == errno.EADDRINUSE:
+                raise PortInUse(
+                    f"port {port} on {ip} is in use by another process. Choose another one: edge dev --port {port + 1}"
+                ) from error
+            raise UsageError(f"cannot listen on {ip}:{port}: {error.strerror}") from error
+        sockets.append(listener)
+    return sockets
+
+
+def _public_address(sockets: list[socket.socket]) -> tuple[str, int]:
+    host, port = sockets[0].getsockname()[:2]
+    return ("localhost" if host in ("127.0.0.1", "::1", "0.0.0.0", "::") else host), port
+
+
+# -- what the developer reads ------------------------------------------------------------------------------
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _log_request(method: str, path: str, status: int, elapsed_ms: float) -> None:
+    _say(f"{method} {path} {status} ({elapsed_ms:.0f} ms)")
+
+
+def _say_welcome(config: Config, host: str, port: int, *, reload: bool) -> None:
+    base = f"http://{host}:{port}"
+    binding = f"env.{config.ai.binding}" if config.ai is not None else "none ([ai] is not in the configuration)"
+    lines = [
+        f"Worker    {config.name}  ({_short(config.main)}{', reloads on save' if reload else ''})",
+        f"AI        {binding}",
+        f"REST      {base}/client/v4/accounts/{config.account_id}/ai/run/MODEL",
+        f"OpenAI    {base}/client/v4/accounts/{config.account_id}/ai/v1",
+        f"Account   {config.account_id}    Token {TOKEN}",
+    ]
+    for name in sorted(config.vars):
+        lines.append(f"Variable  env.{name}")
+    _say("\n".join(lines))
+    print(f"Ready on {base}", flush=True)
+
+
+def _short(path: Path) -> str:
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

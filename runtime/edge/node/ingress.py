@@ -1,0 +1,220 @@
+"""HTTP in, worker out: an ASGI app that hands every request to the isolates and streams the answer back.
+
+It trusts nothing that an isolate says: status and headers are checked before they reach the socket. It knows
+nothing about models, tokens or money.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+from starlette.types import Message, Receive, Scope, Send
+
+from edge.errors import EdgeError, HandlerFailed
+from edge.isolates.base import InboundRequest, OutboundResponse
+from edge.isolates.dispatch import Isolates
+from edge.node import pages
+
+_HEADER_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+\Z")
+_HEADER_VALUE = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*\Z")
+_HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding"})
+_BODILESS = frozenset({204, 205, 304})
+
+AccessLog = Callable[[str, str, int, float], None]
+"""Called once a request is over, with method, path, status (499: the client went away) and milliseconds."""
+
+
+class Ingress:
+    """ASGI app of one worker.
+
+    With `show_tracebacks` (in `edge dev`) an exception of the handler is answered with its traceback; otherwise
+    with an id under which the traceback is in the node's log.
+    """
+
+    def __init__(
+        self, isolates: Isolates, *, show_tracebacks: bool, access_log: AccessLog, error_log: Callable[[str], None]
+    ) -> None:
+        self._isolates = isolates
+        self._show_tracebacks = show_tracebacks
+        self._access_log = access_log
+        self._error_log = error_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one HTTP request; WebSockets are refused."""
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1003, "reason": "WebSockets are not supported yet"})
+            return
+        started = time.perf_counter()
+        exchange = _Exchange(scope, receive, send)
+        answer = asyncio.ensure_future(self._answer(exchange))
+        hang_up = asyncio.ensure_future(exchange.client_gone())
+        try:
+            await asyncio.wait({answer, hang_up}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                answer.cancel()
+                with suppress(asyncio.CancelledError):
+                    await answer
+            else:
+                answer.result()
+        finally:
+            for task in (answer, hang_up):
+                task.cancel()
+            await asyncio.gather(answer, hang_up, return_exceptions=True)
+            elapsed_ms = (time.perf_counter() - started) * 1000
+            self._access_log(scope["method"], scope["path"], exchange.status or 499, elapsed_ms)
+
+    async def _answer(self, exchange: _Exchange) -> None:
+        try:
+            response = await self._isolates.fetch(exchange.request())
+        except EdgeError as error:
+            await exchange.send_page(*self._error_page(error, exchange))
+            return
+        try:
+            headers = _checked_headers(response)
+        except HandlerFailed as error:
+            await _close(response)
+            await exchange.send_page(*self._error_page(error, exchange))
+            return
+        try:
+            await exchange.send_response(response, headers)
+        except EdgeError as error:
+            # The head is out, so the only honest signal left is to end the connection without the last chunk.
+            self._error_log(f"the response to {exchange.describe()} was cut short: {error.message}")
+        finally:
+            await _close(response)
+
+    def _error_page(self, error: EdgeError, exchange: _Exchange) -> tuple[int, str, bytes, dict[str, str]]:
+        """Status, content type, body and headers of the answer to a request that failed."""
+        error_id = uuid.uuid4().hex
+        self._error_log(f"{exchange.describe()} failed (id {error_id}): {_with_traceback(error)}")
+        headers = {"x-edge-error-id": error_id}
+        if error.retry_after_s is not None:
+            headers["retry-after"] = str(error.retry_after_s)
+        wants_html = "text/html" in exchange.header("accept")
+        if self._show_tracebacks:
+            content_type, body = pages.dev_error(error, exchange.describe(), html=wants_html)
+        else:
+            content_type, body = pages.public_error(error, error_id, html=wants_html)
+        return error.status, content_type, body, headers
+
+
+class _Exchange:
+    """One HTTP request and its response over ASGI."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        self._has_body = self.header("content-length") not in ("", "0") or self.header("transfer-encoding") != ""
+        self._body_read = asyncio.Event()
+        self._gone = asyncio.Event()
+        self.status: int | None = None
+        """Status sent so far; None until there is one."""
+
+    def header(self, name: str) -> str:
+        """Value of the first request header called `name` (lower case), or an empty string."""
+        return next((value for key, value in self._headers if key == name), "")
+
+    def describe(self) -> str:
+        """Method and path, for messages."""
+        return f"{self._scope['method']} {self._scope['path']}"
+
+    def request(self) -> InboundRequest:
+        """The request as the isolates take it."""
+        client = self._scope.get("client") or ("", 0)
+        return InboundRequest(
+            method=self._scope["method"],
+            url=self._url(),
+            headers=[*self._headers, ("cf-connecting-ip", client[0])],
+            body=self._body() if self._has_body else None,
+            cf={"httpProtocol": f"HTTP/{self._scope.get('http_version', '1.1')}", "colo": "DEV", "country": "XX"},
+        )
+
+    def _url(self) -> str:
+        host = self.header("host") or "localhost"
+        path = self._scope.get("raw_path", self._scope["path"].encode()).decode("latin-1").partition("?")[0]
+        query = self._scope["query_string"].decode("latin-1")
+        return f"{self._scope['scheme']}://{host}{path}" + (f"?{query}" if query else "")
+
+    async def _body(self) -> AsyncIterator[bytes]:
+        while not self._body_read.is_set():
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self._gone.set()
+                self._body_read.set()
+                raise ConnectionResetError("the client went away while it sent the request body")
+            if not message.get("more_body", False):
+                self._body_read.set()
+            if message.get("body"):
+                yield message["body"]
+
+    async def client_gone(self) -> None:
+        """Return once the client has hung up.
+
+        ASGI tells so only to those who read on, so a hang-up shows after the request body has been read.
+        """
+        if self._has_body:
+            await self._body_read.wait()
+        while not self._gone.is_set():
+            if (await self._receive())["type"] == "http.disconnect":
+                self._gone.set()
+
+    async def send_response(self, response: OutboundResponse, headers: list[tuple[bytes, bytes]]) -> None:
+        """Stream `response` with `headers`, which have been checked.
+
+        Raises:
+            EdgeError: the body failed half-way; the response is left unfinished.
+        """
+        await self._send_head(response.status, headers)
+        if response.body is not None and self._scope["method"] != "HEAD" and response.status not in _BODILESS:
+            async for chunk in response.body:
+                await self._send(_body_message(chunk, more=True))
+        await self._send(_body_message(b"", more=False))
+
+    async def send_page(self, status: int, content_type: str, body: bytes, headers: dict[str, str]) -> None:
+        """Send a complete response of our own."""
+        pairs = {"content-type": content_type, "content-length": str(len(body)), **headers}
+        await self._send_head(status, [(name.encode(), value.encode()) for name, value in pairs.items()])
+        await self._send(_body_message(b"" if self._scope["method"] == "HEAD" else body, more=False))
+
+    async def _send_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+def _body_message(body: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+def _checked_headers(response: OutboundResponse) -> list[tuple[bytes, bytes]]:
+    """The headers of `response`, fit for the socket.
+
+    Raises:
+        HandlerFailed: the status is no status, or a header could break out of its line.
+    """
+    if not 200 <= response.status <= 599:
+        raise HandlerFailed(f"the worker answered with status {response.status}; it must be between 200 and 599")
+    headers = []
+    for name, value in response.headers:
+        raw_name, raw_value = name.lower().encode("latin-1", "replace"), value.encode("latin-1", "replace")
+        if not _HEADER_NAME.match(raw_name) or not _HEADER_VALUE.match(raw_value):
+            raise HandlerFailed(f"the worker set a header that is not valid in HTTP: {name!r}: {value!r}")
+        if raw_name not in _HOP_BY_HOP:
+            headers.append((raw_name, raw_value))
+    return headers
+
+
+async def _close(response: OutboundResponse) -> None:
+    if response.body is not None:
+        await response.body.aclose()
+
+
+def _with_traceback(error: EdgeError) -> str:
+    traceback = getattr(error, "traceback", "")
+    return f"{error.message}\n{traceback}" if traceback else error.message

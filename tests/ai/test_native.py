@@ -1,0 +1,106 @@
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from doubles import MODEL, PRINCIPAL, STAND_IN, ListMeter, ScriptedPool, answer, make_gate
+
+from edge.ai.answers import AnswerStream
+from edge.ai.native import run_binding
+from edge.errors import EngineLost, InvalidInput, InvalidJson, PromptTooLong, UnknownModel
+
+USAGE = {
+    "prompt_tokens": 15,
+    "completion_tokens": 2,
+    "total_tokens": 17,
+    "prompt_tokens_details": {"cached_tokens": 5},
+    "neurons": (15 * 2457 + 2 * 18252) / 10**6,
+}
+
+
+async def stream(pool: ScriptedPool, meter: ListMeter | None = None) -> AnswerStream:
+    result = await run_binding(make_gate(pool, meter), PRINCIPAL, MODEL, {"prompt": "hi", "stream": True}, {})
+    assert isinstance(result, AnswerStream)
+    return result
+
+
+def payloads(chunks: list[bytes]) -> list[Any]:
+    assert all(chunk.startswith(b"data: ") and chunk.endswith(b"\n\n") and chunk.count(b"\n") == 2 for chunk in chunks)
+    return [json.loads(chunk[6:]) if chunk != b"data: [DONE]\n\n" else "[DONE]" for chunk in chunks]
+
+
+async def test_result() -> None:
+    result = await run_binding(make_gate(ScriptedPool(*answer("1", "2"))), PRINCIPAL, STAND_IN, {"prompt": "hi"}, {})
+    assert result == {"response": "12", "finish_reason": "stop", "usage": USAGE}
+
+
+async def test_stream() -> None:
+    frames = payloads([chunk async for chunk in await stream(ScriptedPool(*answer("1", "é\n")))])
+    assert [frame["response"] for frame in frames[:-1]] == ["1", "é\n", ""]
+    assert [set(frame) for frame in frames[:2]] == [{"response", "p"}] * 2
+    assert frames[2] == {"response": "", "finish_reason": "stop", "usage": USAGE}
+    assert frames[3:] == ["[DONE]"]
+
+
+async def test_an_error_in_a_stream_is_told_in_both_dialects_and_is_not_the_end_of_a_complete_one() -> None:
+    frames = payloads([chunk async for chunk in await stream(ScriptedPool(*answer("1")[:2], EngineLost("it died")))])
+    assert frames[-1] == {
+        "response": "",
+        "success": False,
+        "result": None,
+        "errors": [{"code": 3043, "message": "AiError: it died (r-1)"}],
+        "messages": [],
+        "error": {"message": "AiError: it died (r-1)", "type": "server_error", "param": None, "code": "3043"},
+    }
+    assert len(frames) == 2
+
+
+async def test_an_unwritten_record_withholds_the_end_of_the_stream() -> None:
+    frames = payloads([chunk async for chunk in await stream(ScriptedPool(*answer("1")), ListMeter(fails=True))])
+    assert frames[-1]["errors"][0]["code"] == 3044
+    assert "[DONE]" not in frames
+
+
+async def test_what_is_wrong_with_a_streaming_call_is_raised_before_the_stream() -> None:
+    with pytest.raises(PromptTooLong):
+        await stream(ScriptedPool(PromptTooLong("9000 tokens do not fit")))
+
+
+@pytest.mark.parametrize("num_read", [0, 1])
+async def test_closing_a_stream_cancels_the_call_even_if_nothing_was_read(num_read: int) -> None:
+    meter, pool = ListMeter(), ScriptedPool(*answer("1", "2"))
+    opened = await stream(pool, meter)
+    for _ in range(num_read):
+        await anext(opened)
+    await opened.aclose()
+    assert pool.num_cancelled == 1
+    assert [record.status for record in meter.records] == ["cancelled"]
+
+
+async def test_a_cancelled_call_is_recorded() -> None:
+    meter, pool = ListMeter(), ScriptedPool(*answer("1")[:2], asyncio.Event())
+    gate = make_gate(pool, meter)
+    task = asyncio.create_task(run_binding(gate, PRINCIPAL, MODEL, {"prompt": "hi"}, {}))
+    await pool.is_called.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert [record.status for record in meter.records] == ["cancelled"]
+
+
+async def test_wrong_calls_are_refused_and_not_recorded() -> None:
+    meter = ListMeter()
+    gate = make_gate(ScriptedPool(), meter)
+    for model, inputs, options, error in (
+        ("nope", {"prompt": "hi"}, {}, UnknownModel),
+        (MODEL, {}, {}, InvalidInput),
+        (MODEL, None, {}, InvalidJson),
+        (MODEL, {"prompt": "hi"}, {"queueRequest": True}, InvalidInput),
+    ):
+        with pytest.raises(error):
+            await run_binding(gate, PRINCIPAL, model, inputs, options)
+    assert meter.records == []
+
+
+async def test_options_without_an_effect_are_accepted() -> None:
+    options = {"rejectIfBusy": True, "extraHeaders": {"x-session-affinity": "s"}, "example": 123, "queueRequest": False}
+    assert await run_binding(make_gate(ScriptedPool(*answer("1"))), PRINCIPAL, MODEL, {"prompt": "hi"}, options)

@@ -1,0 +1,207 @@
+import asyncio
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doubles import MODEL, usage_record
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edge.billing.bill import (
+    Bill,
+    Grouping,
+    cents_string,
+    iso_time,
+    make_bill,
+    month_window,
+    parse_time,
+    round_half_even,
+)
+from edge.billing.ledger import Ledger
+from edge.billing.meter import UsageRecord
+from edge.billing.prices import Price, PriceBook, load_prices
+from edge.errors import EdgeError, UsageError
+
+NOVEMBER = month_window("2026-11")
+QWQ = "@cf/qwen/qwq-32b"
+
+
+async def bill_of(path: Path, records: list[UsageRecord], *books: PriceBook, by: Grouping = "model") -> Bill:
+    ledger = Ledger(path)
+    for book in books or (load_prices(),):
+        ledger.add_price_book(book)
+    await asyncio.gather(*(ledger.record(record) for record in records))
+    await ledger.close()
+    return make_bill(path, since_us=NOVEMBER[0], until_us=NOVEMBER[1], by=by)
+
+
+async def test_lines_are_exact_and_rounded_once(tmp_path: Path) -> None:
+    records = [usage_record(input_tokens=10**6, cached_input_tokens=3, output_tokens=10**6) for _ in range(3)]
+    records.append(usage_record(model=QWQ, status="cancelled", input_tokens=0, output_tokens=1))
+    bill = await bill_of(tmp_path / "l", records)
+    assert bill.to_json() == {
+        "since": "2026-11-01T00:00:00Z",
+        "until": "2026-12-01T00:00:00Z",
+        "by": "model",
+        "currency": "USD",
+        "note": "List prices before free allocations. Failed calls are listed and not charged.",
+        "lines": [
+            {
+                "model": QWQ,
+                "requests": 1,
+                "charged_requests": 1,
+                "input_tokens": 0,
+                "cached_input_tokens": 0,
+                "output_tokens": 1,
+                "failed_requests": 0,
+                "failed": {"input_tokens": 0, "cached_input_tokens": 0, "output_tokens": 0},
+                "unpriced_requests": 0,
+                "unpriced": {"input_tokens": 0, "cached_input_tokens": 0, "output_tokens": 0},
+                "compute_us": 700,
+                "price_versions": [load_prices().id],
+                "neurons": "0.090909",
+                "usd_exact": "0.000000999999",
+                "usd": "0.00",
+                "usd_residual": "0.000000999999",
+            },
+            {
+                "model": MODEL,
+                "requests": 3,
+                "charged_requests": 3,
+                "input_tokens": 3_000_000,
+                "cached_input_tokens": 9,
+                "output_tokens": 3_000_000,
+                "failed_requests": 0,
+                "failed": {"input_tokens": 0, "cached_input_tokens": 0, "output_tokens": 0},
+                "unpriced_requests": 0,
+                "unpriced": {"input_tokens": 0, "cached_input_tokens": 0, "output_tokens": 0},
+                "compute_us": 2100,
+                "price_versions": [load_prices().id],
+                "neurons": "62127.022113",
+                "usd_exact": "0.683397243243",
+                "usd": "0.68",
+                "usd_residual": "0.003397243243",
+            },
+        ],
+        "total": {
+            "requests": 4,
+            "charged_requests": 4,
+            "failed_requests": 0,
+            "unpriced_requests": 0,
+            "neurons": "62127.113022",
+            "usd_exact": "0.683398243242",
+            "usd": "0.68",
+            "usd_residual": "0.003398243242",
+        },
+    }
+
+
+async def test_failed_calls_are_listed_and_not_charged(tmp_path: Path) -> None:
+    records = [usage_record(), usage_record(status="error", error_code=3043, input_tokens=99)]
+    (line,) = (await bill_of(tmp_path / "l", records)).lines
+    assert (line.requests, line.charged_requests, line.failed_requests) == (2, 1, 1)
+    assert (line.charged.input_tokens, line.failed.input_tokens) == (10, 99)
+    assert line.micro_neurons == 10 * 2457 + 2 * 18252
+
+
+async def test_unpriced_is_not_free(tmp_path: Path) -> None:
+    records = [usage_record(model="mystery", served_by="mystery"), usage_record()]
+    bill = await bill_of(tmp_path / "l", records)
+    mystery = bill.to_json()["lines"][0]
+    assert (mystery["usd"], mystery["usd_exact"], mystery["neurons"]) == (None, None, None)
+    assert mystery["unpriced"] == {"input_tokens": 10, "cached_input_tokens": 0, "output_tokens": 2}
+    assert bill.to_json()["total"]["unpriced_requests"] == 1
+    (by_worker,) = make_bill(tmp_path / "l", since_us=NOVEMBER[0], until_us=NOVEMBER[1], by="worker").lines
+    assert (by_worker.unpriced_requests, by_worker.charged_requests, by_worker.is_unpriced) == (1, 1, False)
+
+
+async def test_every_record_is_priced_by_the_book_that_it_names(tmp_path: Path) -> None:
+    first = PriceBook("v1", "", 11, {MODEL: Price(1, 1)})
+    second = PriceBook("v2", "", 22, {MODEL: Price(100, 100)})
+    records = [usage_record(price_version=first.id), usage_record(price_version=second.id)]
+    (line,) = (await bill_of(tmp_path / "l", records, first, second)).lines
+    assert line.micro_neurons == 12 * 1 + 12 * 100
+    assert line.pico_dollars == 12 * 11 + 1200 * 22
+    assert line.price_versions == {first.id, second.id}
+
+
+async def test_a_lost_price_book_is_an_error_and_not_a_zero(tmp_path: Path) -> None:
+    with pytest.raises(EdgeError, match=r"lacks the price book gone\+1"):
+        await bill_of(tmp_path / "l", [usage_record(price_version="gone+1")])
+
+
+async def test_grouping_window_and_account(tmp_path: Path) -> None:
+    records = [
+        usage_record(ended_at=NOVEMBER[0] - 1),
+        usage_record(ended_at=NOVEMBER[0]),
+        usage_record(ended_at=NOVEMBER[1] - 1, worker=None, account="other"),
+        usage_record(ended_at=NOVEMBER[1]),
+    ]
+    by_day = await bill_of(tmp_path / "l", records, by="day")
+    assert [(line.key, line.requests) for line in by_day.lines] == [("2026-11-01", 1), ("2026-11-30", 1)]
+    window: dict[str, Any] = {"since_us": NOVEMBER[0], "until_us": NOVEMBER[1], "by": "worker"}
+    assert [line.key for line in make_bill(tmp_path / "l", **window).lines] == ["(no worker)", "demo"]
+    assert [line.key for line in make_bill(tmp_path / "l", **window, account="other").lines] == ["(no worker)"]
+
+
+counts = st.integers(0, 10**7)
+records = st.lists(
+    st.builds(
+        usage_record,
+        id=st.uuids().map(str),
+        model=st.sampled_from([MODEL, QWQ, "unpriced"]),
+        served_by=st.just("unpriced"),
+        worker=st.sampled_from(["a", "b", None]),
+        status=st.sampled_from(["ok", "cancelled", "error"]),
+        input_tokens=counts,
+        cached_input_tokens=counts,
+        output_tokens=counts,
+    ),
+    max_size=12,
+)
+
+
+@given(records)
+def test_every_grouping_gives_the_sum_of_the_single_calls(made: list[UsageRecord]) -> None:
+    import tempfile
+
+    prices = load_prices().prices
+    expected = sum(
+        prices[record.model].micro_neurons(
+            input_tokens=record.input_tokens,
+            cached_input_tokens=record.cached_input_tokens,
+            output_tokens=record.output_tokens,
+        )
+        for record in made
+        if record.model in prices and record.status != "error"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "ledger")
+        asyncio.run(bill_of(path, made))
+        for by in ("model", "worker", "day"):
+            bill = make_bill(path, since_us=NOVEMBER[0], until_us=NOVEMBER[1], by=by)
+            assert bill.total_pico_dollars == expected * 11
+            assert sum(line.requests for line in bill.lines) == len(made)
+            for line in bill.lines:
+                assert line.pico_dollars == line.cents * 10**10 + line.residual_pico_dollars
+                assert abs(line.residual_pico_dollars) <= 5 * 10**9
+
+
+@given(st.integers(-(10**6), 10**6), st.integers(1, 100))
+def test_rounding_is_that_of_python(amount: int, unit: int) -> None:
+    assert round_half_even(amount, unit) == round(Fraction(amount, unit))
+
+
+def test_times_and_months() -> None:
+    assert [iso_time(moment) for moment in month_window("2026-12")] == ["2026-12-01T00:00:00Z", "2027-01-01T00:00:00Z"]
+    assert month_window("2024-02")[1] - month_window("2024-02")[0] == 29 * 86400 * 10**6
+    assert parse_time("2026-11-30") == parse_time("2026-11-30T02:00:00+02:00") == parse_time("2026-11-30T00:00:00Z")
+    assert iso_time(parse_time("2026-11-30T12:00:00.000001")) == "2026-11-30T12:00:00.000001Z"
+    for month in ("2026", "2026-13", "11-2026", "", "0001-01"):
+        with pytest.raises(UsageError):
+            month_window(month)
+    for time in ("yesterday", "", "9999-12-31T23:00-10:00", "0001-01-01T00:00+14:00"):
+        with pytest.raises(UsageError):
+            parse_time(time)
+    assert [cents_string(cents) for cents in (0, 5, 12345, -7)] == ["0.00", "0.05", "123.45", "-0.07"]

@@ -1,0 +1,129 @@
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import click.testing
+import pytest
+from doubles import MODEL, STAND_IN, usage_record
+
+from edge.billing.ledger import FILE_NAME, Ledger
+from edge.billing.prices import load_prices
+from edge.cli import cli
+
+Run = Callable[..., click.testing.Result]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    def invoke(*arguments: str) -> click.testing.Result:
+        return click.testing.CliRunner().invoke(cli, [*arguments, "--state-dir", str(tmp_path)])
+
+    return invoke
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> None:
+    async def write() -> None:
+        ledger = Ledger(tmp_path / FILE_NAME)
+        ledger.add_price_book(load_prices())
+        for minute, changes in enumerate(
+            (
+                {"model": STAND_IN, "input_tokens": 10**6},
+                {"status": "cancelled"},
+                {"status": "error", "error_code": 3043},
+                {"model": "mystery", "served_by": "mystery", "worker": None},
+            )
+        ):
+            await ledger.record(usage_record(id=f"u{minute}", ended_at=1_796_040_000_000_000 + minute, **changes))
+        await ledger.close()
+
+    asyncio.run(write())
+
+
+@pytest.mark.usefixtures("written")
+def test_usage(run: Run) -> None:
+    records = json.loads(run("usage", "--json").stdout)
+    assert [record["id"] for record in records] == ["u3", "u2", "u1", "u0"]
+    assert records[3] == {
+        "id": "u0",
+        "request_id": "r-1",
+        "started_at": 1_796_040_000_000_000,
+        "ended_at": 1_796_040_000_000_000,
+        "account": "dev",
+        "worker": "demo",
+        "version": "v1",
+        "model": STAND_IN,
+        "served_by": MODEL,
+        "task": "text-generation",
+        "trigger": "binding",
+        "status": "ok",
+        "error_code": None,
+        "input_tokens": 1_000_000,
+        "cached_input_tokens": 0,
+        "output_tokens": 2,
+        "compute_us": 700,
+        "wall_us": 1_000_000,
+        "price_version": load_prices().id,
+    }
+    assert len(json.loads(run("usage", "--json", "--limit", "1").stdout)) == 1
+    assert [record["id"] for record in json.loads(run("usage", "--json", "--model", "mystery").stdout)] == ["u3"]
+    assert json.loads(run("usage", "--json", "--since", "2026-12-01").stdout) == []
+    table = run("usage").stdout
+    for text in ("2026-11-30T12:00:00Z", "error 3043", "1,000,000", "mystery"):
+        assert text in table
+
+
+@pytest.mark.usefixtures("written")
+def test_bill(run: Run) -> None:
+    bill = json.loads(run("bill", "--month", "2026-11", "--json").stdout)
+    assert [(line["model"], line["requests"], line["usd_exact"]) for line in bill["lines"]] == [
+        (STAND_IN, 1, "0.027027401544"),
+        ("mystery", 1, None),
+        (MODEL, 2, "0.000000671814"),
+    ]
+    assert bill["total"]["usd"] == "0.03"
+    table = run("bill", "--month", "2026-11").stdout
+    for text in ("unpriced", "0.027027401544", "Total 0.03 USD", "before free allocations", "1 calls are of models"):
+        assert text in table
+    window = ("--since", "2026-11-30T12:00:00Z", "--until", "2026-11-30T12:00:01Z", "--by", "worker")
+    lines = json.loads(run("bill", *window, "--json").stdout)["lines"]
+    assert [(line["worker"], line["requests"], line["failed_requests"]) for line in lines] == [
+        ("(no worker)", 1, 0),
+        ("demo", 3, 1),
+    ]
+    assert json.loads(run("bill", "--month", "2026-10", "--json").stdout)["lines"] == []
+
+
+def test_without_a_ledger_there_is_nothing_to_show(run: Run, tmp_path: Path) -> None:
+    assert json.loads(run("usage", "--json").stdout) == []
+    assert "No calls are recorded in" in run("usage").stdout
+    assert json.loads(run("bill", "--json").stdout)["total"]["requests"] == 0
+    assert "Total 0.00 USD" in run("bill").stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("bill", "--month", "2026"), "not of the form YYYY-MM"),
+        (("bill", "--month", "2026-11", "--since", "2026-11-01"), "leave out --since"),
+        (("bill", "--until", "2026-11-01"), "--until needs --since"),
+        (("bill", "--since", "2026-11-02", "--until", "2026-11-01"), "the period is empty"),
+        (("bill", "--since", "soon"), "not ISO 8601"),
+        (("bill", "--by", "moon"), "is not one of"),
+        (("usage", "--limit", "0"), "--limit"),
+        (("usage", "--since", "soon"), "not ISO 8601"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+
+
+def test_a_broken_ledger_is_exit_code_1(run: Run, tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(b"no database" * 1000)
+    result = run("bill")
+    assert result.exit_code == 1
+    assert "cannot be opened" in result.stderr

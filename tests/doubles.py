@@ -1,0 +1,123 @@
+"""Test doubles of the gate's neighbours: a pool that plays a script, a meter that keeps what it gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from datetime import UTC, datetime
+
+from edge.ai.catalogue import Catalogue
+from edge.ai.gate import Event, Gate, Principal
+from edge.billing.meter import UsageRecord, new_id
+from edge.billing.prices import load_prices
+from edge.errors import MeteringUnavailable
+from edge.frames import Delta, Done, Generate, Started, Usage
+from edge.weights.manifest import Manifest
+
+MODEL = "smollm2-135m-instruct"
+STAND_IN = "@cf/meta/llama-3.2-1b-instruct"
+
+
+def answer(*texts: str, finish_reason: str = "stop") -> list[Event]:
+    """The events of a call that says `texts`, one token each, after 15 prompt tokens of which 5 are cached."""
+    deltas = [
+        Delta(0, text, Usage(input_tokens=10, cached_input_tokens=5, output_tokens=i, compute_us=i * 100))
+        for i, text in enumerate(texts, start=1)
+    ]
+    return [Started(0, 15), *deltas, Done(0, finish_reason, deltas[-1].usage if deltas else Usage(10, 5, 0, 50))]
+
+
+class ScriptedPool:
+    """Each call plays `script`: events are yielded, exceptions raised, `asyncio.Event`s awaited."""
+
+    def __init__(self, *script: Event | Exception | asyncio.Event) -> None:
+        self.script = list(script)
+        self.requests: list[Generate] = []
+        self.num_cancelled = 0
+        self.is_called = asyncio.Event()
+
+    async def generate(self, request: Generate) -> AsyncGenerator[Event, None]:
+        self.requests.append(request)
+        self.is_called.set()
+        try:
+            for step in self.script:
+                match step:
+                    case asyncio.Event():
+                        await step.wait()
+                    case Exception():
+                        raise step
+                    case _:
+                        yield step
+        except (GeneratorExit, asyncio.CancelledError):
+            self.num_cancelled += 1
+            raise
+
+
+class ListMeter:
+    """Keeps records in a list; `may_write` holds back a write, `fails` refuses it."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.records: list[UsageRecord] = []
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+        self.is_waiting = asyncio.Event()
+        self._fails = fails
+
+    async def record(self, record: UsageRecord) -> None:
+        self.is_waiting.set()
+        await self.may_write.wait()
+        if self._fails:
+            raise MeteringUnavailable("the disk is full", retry_after_s=5)
+        self.records.append(record)
+
+
+def manifest(name: str = MODEL, **changes: object) -> Manifest:
+    fields = {
+        "name": name,
+        "file": "model.gguf",
+        "source": "test",
+        "sha256": "0" * 64,
+        "size_bytes": 98_362_432,
+        "architecture": "llama",
+        "context_length": 8192,
+        "description": "SmolLM2 135M Instruct",
+        "created_at": datetime(2026, 11, 30, 12, 0, 0, 123_000, tzinfo=UTC),
+    }
+    return Manifest(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def catalogue(*names: str, stand_ins: dict[str, str] | None = None) -> Catalogue:
+    installed = [manifest(name) for name in names or (MODEL,)]
+    return Catalogue(installed, {STAND_IN: MODEL} if stand_ins is None else stand_ins, load_prices())
+
+
+def usage_record(**changes: object) -> UsageRecord:
+    fields = {
+        "id": new_id(),
+        "request_id": "r-1",
+        "started_at": 1_796_040_000_000_000,  # 2026-11-30T12:00:00Z
+        "ended_at": 1_796_040_001_000_000,
+        "account": "dev",
+        "worker": "demo",
+        "version": "v1",
+        "model": MODEL,
+        "served_by": MODEL,
+        "task": "text-generation",
+        "trigger": "binding",
+        "status": "ok",
+        "error_code": None,
+        "input_tokens": 10,
+        "cached_input_tokens": 0,
+        "output_tokens": 2,
+        "compute_us": 700,
+        "wall_us": 1_000_000,
+        "price_version": load_prices().id,
+    }
+    return UsageRecord(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def make_gate(pool: ScriptedPool, meter: ListMeter | None = None) -> Gate:
+    return Gate(pool, catalogue(), meter or ListMeter())
+
+
+PRINCIPAL = Principal(account="dev", trigger="binding", request_id="r-1", worker="demo", version="v1")
