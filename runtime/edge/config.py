@@ -1,17 +1,44 @@
-"""The configuration file as one frozen struct, read once; nothing deeper reads files or the environment."""
+"""The configuration file as one frozen struct, read once; nothing deeper reads files or the environment.
+
+`load` finds the file, reads TOML or JSONC, checks every value against the structs below and reports all problems
+at once. The annotations are the schema: a constraint's `description` is what an error says was expected.
+`wrangler-like.toml` at the top of the repository is the annotated reference of every key.
+"""
 
 from __future__ import annotations
 
+import difflib
+import json
+import os
+import re
+import sys
+import tomllib
+import types
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
+from msgspec import Meta
+from msgspec.structs import fields, replace
+
+from edge.errors import ConfigError
+
+FILE_NAMES = ("edge.toml", "wrangler-like.toml", "wrangler.toml", "wrangler.jsonc", "wrangler.json")
+"""The names looked for, in this order, in the working directory and then in its parents."""
+
+MAX_FILE_BYTES = 1 << 20
+
+_Count = Annotated[int, Meta(ge=1, le=1 << 31, description="a whole number of at least 1")]
+_Identifier = Annotated[
+    str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="a name of letters, digits and _, not led by a digit")
+]
 
 
 class AiConfig(msgspec.Struct, frozen=True):
     """`[ai]`: the AI binding."""
 
-    binding: str = "AI"
+    binding: _Identifier = "AI"
     models: dict[str, str] = {}
     """Stand-ins: catalogue id to the name of an installed model."""
 
@@ -19,48 +46,381 @@ class AiConfig(msgspec.Struct, frozen=True):
 class LimitsConfig(msgspec.Struct, frozen=True):
     """`[limits]`: what one invocation may use."""
 
-    timeout_s: float = 30.0
+    timeout_s: Annotated[float, Meta(gt=0, le=86_400, description="a number of seconds above 0, at most 86400")] = 120.0
     """Seconds from the request to the response's head, before the isolate is stopped."""
 
 
 class DevConfig(msgspec.Struct, frozen=True):
     """`[dev]`: where `edge dev` listens."""
 
-    ip: str = "localhost"
-    port: int = 8787
+    ip: Annotated[str, Meta(min_length=1, description='an address such as "localhost" or "0.0.0.0"')] = "localhost"
+    port: Annotated[int, Meta(ge=0, le=65535, description="a port from 0 (any free one) to 65535")] = 8787
 
 
 class EngineConfig(msgspec.Struct, frozen=True):
     """`[engine]`: how models are run."""
 
-    device: str = "cpu"
-    dtype: str = "float32"
-    num_threads: int = 0
+    device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:\d+)?)$", description='"cpu", "cuda" or "cuda:N"')] = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    num_threads: Annotated[int, Meta(ge=0, le=4096, description="a whole number of threads, 0 for all cores")] = 0
     """Threads of the engine process; 0: as many as it has cores."""
-    max_batch_size: int = 32
+    max_batch_size: _Count = 32
     """Sequences that run at once."""
-    max_waiting: int = 256
+    max_waiting: _Count = 256
     """Requests that may wait for a place; the next one is refused with 429."""
-    step_tokens: int = 512
+    step_tokens: _Count = 512
     """Token budget of one step (prompt chunks and decode tokens together)."""
-    kv_tokens: int = 65536
+    kv_tokens: _Count = 65536
     """Tokens that the KV cache has room for, all sequences together."""
 
 
 class Config(msgspec.Struct, frozen=True):
     """A worker's configuration. Paths are absolute once loaded."""
 
-    name: str
-    main: Path
+    name: Annotated[
+        str,
+        Meta(
+            pattern=r"^[a-z0-9_][a-z0-9_-]{0,62}$",
+            description="a name of at most 63 lowercase letters, digits, - and _, not led by -",
+        ),
+    ]
+    main: Annotated[Path, Meta(description='the path of the worker\'s Python file, such as "src/worker.py"')]
     path: Path | None = None
-    """The file this was read from."""
-    compatibility_date: str | None = None
+    """The file this was read from; not a key of the file."""
+    compatibility_date: (
+        Annotated[str, Meta(pattern=r"^\d{4}-\d{2}-\d{2}$", description='a date in quotes, such as "2026-11-30"')]
+        | None
+    ) = None
     compatibility_flags: list[str] = []
-    account_id: str = "dev"
+    account_id: Annotated[
+        str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="an id of at most 64 letters, digits, - and _")
+    ] = "dev"
     vars: dict[str, Any] = {}
     ai: AiConfig | None = None
     limits: LimitsConfig = LimitsConfig()
     dev: DevConfig = DevConfig()
     engine: EngineConfig = EngineConfig()
-    state_dir: Path = Path(".edge")
+    state_dir: Annotated[Path, Meta(description='the path of a folder, such as ".edge"')] = Path(".edge")
     """Where models, the ledger and logs live."""
+
+
+def load(path: Path | None, cwd: Path) -> Config:
+    """The configuration in `path`, or in the first of `FILE_NAMES` found from `cwd` upwards.
+
+    Unknown keys, and keys of wrangler that have no effect here yet, are warned about on stderr.
+
+    Raises:
+        ConfigError: there is no file, it cannot be read or parsed, or values are wrong (all of them are listed).
+    """
+    file = find(cwd) if path is None else _absolute(cwd, path)
+    if file is None:
+        raise ConfigError(
+            f"no configuration file in {cwd} or above it; looked for {', '.join(FILE_NAMES)}. "
+            "`edge init NAME` makes a new worker; `--config FILE` names a file elsewhere"
+        )
+    text = _read(file)
+    table, lines = _parse_toml(file, text) if file.suffix == ".toml" else _parse_jsonc(file, text)
+    findings = _Findings(file, lines)
+    values = _values(Config, table, "", findings)
+    _check_values(values, findings)
+    for warning in findings.warnings():
+        print(warning, file=sys.stderr)
+    if findings.problems:
+        raise ConfigError(findings.message())
+    config = Config(**values)
+    return replace(
+        config, path=file, main=_absolute(file.parent, config.main), state_dir=_absolute(file.parent, config.state_dir)
+    )
+
+
+def find(cwd: Path) -> Path | None:
+    """The configuration file for the folder `cwd`: the first of `FILE_NAMES` in it, else in its parents."""
+    cwd = Path(os.path.abspath(cwd))
+    candidates = (folder / name for folder in (cwd, *cwd.parents) for name in FILE_NAMES)
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def strip_jsonc(text: str) -> str:
+    """`text` with comments and trailing commas turned into spaces: plain JSON in which all positions are the same."""
+    no_comments = re.sub(rf"{_STRING}|//[^\n]*|/\*.*?\*/", _blank_comment, text, flags=re.DOTALL)
+    return re.sub(rf"{_STRING}|,(?=\s*[}}\]])", lambda match: " " if match[0] == "," else match[0], no_comments)
+
+
+_STRING = r'"(?:[^"\\\n]|\\.)*"'
+
+
+def _blank_comment(match: re.Match[str]) -> str:
+    token = match[0]
+    return token if token.startswith('"') else re.sub(r"[^\n]", " ", token)
+
+
+# -- reading and parsing -----------------------------------------------------------------------------------
+
+
+def _read(file: Path) -> str:
+    if file.is_dir():
+        raise ConfigError(f"{file} is a folder; give the configuration file in it")
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {file}: {error.strerror}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{file} is longer than {MAX_FILE_BYTES} bytes; is it a configuration file?")
+    try:
+        # Newlines as `open` in text mode would give them: tomllib knows no lone \r.
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 text: byte {error.start} is {data[error.start]:#04x}") from error
+
+
+def _parse_toml(file: Path, text: str) -> tuple[dict[str, Any], dict[str, int]]:
+    try:
+        return tomllib.loads(text), _toml_lines(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{file} is not valid TOML: {error}") from error
+
+
+def _parse_jsonc(file: Path, text: str) -> tuple[dict[str, Any], dict[str, int]]:
+    plain = strip_jsonc(text)
+    try:
+        table = json.loads(plain, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ConfigError(f"{file} is not valid JSON: {error.msg} (at {where})") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"{file}: expected a JSON object, found {_found(table)}")
+    return table, _json_lines(plain)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _toml_lines(text: str) -> dict[str, int]:
+    """Line numbers by key path, for messages only: keys in inline tables are not found."""
+    lines: dict[str, int] = {}
+    section = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[([^\[\]]+)\]", line):
+            section = _bare(header[1])
+            lines.setdefault(section, number)
+        elif key := re.match(r"""\s*((?:"[^"]*"|'[^']*'|[\w.-]|\s)+?)\s*=""", line):
+            lines.setdefault(_join(section, _bare(key[1])), number)
+    return lines
+
+
+def _json_lines(plain: str) -> dict[str, int]:
+    lines: dict[str, int] = {}
+    path: list[str] = []
+    key = ""
+    for token in re.finditer(rf"{_STRING}|[{{}}\[\]:]", plain):
+        match token[0]:
+            case ":":
+                lines.setdefault(".".join([*path[1:], key]), plain.count("\n", 0, token.start()) + 1)
+            case "{" | "[":
+                path.append(key)
+            case "}" | "]":
+                path.pop()
+            case string:
+                key = json.loads(string, strict=False)
+    return lines
+
+
+def _absolute(folder: Path, path: Path) -> Path:
+    # Not `resolve`: a link to a file stands in the folder of the link, with the modules beside it.
+    return Path(os.path.abspath(folder / path))
+
+
+def _bare(key: str) -> str:
+    return ".".join(part.strip().strip("\"'") for part in key.split("."))
+
+
+def _join(at: str, key: str) -> str:
+    return f"{at}.{key}" if at else key
+
+
+# -- checking ----------------------------------------------------------------------------------------------
+
+
+class _Findings:
+    """What is wrong (`problems`) or odd (`unknown`, `idle`) in one file."""
+
+    def __init__(self, file: Path, lines: dict[str, int]) -> None:
+        self.file = file
+        self.lines = lines
+        self.problems: list[str] = []
+        self.unknown: list[str] = []
+        self.idle: list[str] = []
+
+    def problem(self, key: str, what: str) -> None:
+        self.problems.append(f"{self._where(key)}{key}: {what}")
+
+    def message(self) -> str:
+        if len(self.problems) == 1:
+            return f"{self.file}, {self.problems[0]}"
+        listed = "".join(f"\n  {problem}" for problem in self.problems)
+        return f"{self.file} has {len(self.problems)} problems:{listed}"
+
+    def warnings(self) -> Iterator[str]:
+        for key in self.unknown:
+            yield f"warning: {self.file}, {self._where(key)}unknown key {key}; {_nearest(key)}"
+        if self.idle:
+            yield f"warning: {self.file}: {', '.join(self.idle)}: accepted, has no effect yet"
+
+    def _where(self, key: str) -> str:
+        """The line of `key`, or of the nearest key around it."""
+        while key and key not in self.lines:
+            key = re.sub(r"(\[\d+\]|\.?[^.\[\]]*)$", "", key)
+        return f"line {self.lines[key]}: " if key else ""
+
+
+def _values(kind: type[Any], table: dict[str, Any], at: str, findings: _Findings) -> dict[str, Any]:
+    """The values of `table` that are right for the fields of `kind`; the others become findings."""
+    known = {field.name: field for field in fields(kind) if _join(at, field.name) != "path"}
+    for key in table:
+        if key not in known and key != "$schema":
+            (findings.idle if key in WRANGLER_KEYS.get(at, ()) else findings.unknown).append(_join(at, key))
+    values = {}
+    for name, field in known.items():
+        key = _join(at, name)
+        if name in table:
+            try:
+                values[name] = _convert(table[name], field.type, key, findings)
+            except msgspec.ValidationError:
+                findings.problem(key, f"expected {_expected(field.type)}, found {_found(table[name])}")
+        elif field.required:
+            findings.problem(key, f"missing; expected {_expected(field.type)}")
+    return values
+
+
+def _convert(value: Any, kind: Any, key: str, findings: _Findings) -> Any:
+    struct = _struct_in(kind)
+    if struct and isinstance(value, dict):
+        return struct(**_values(struct, value, key, findings))
+    return msgspec.convert(value, kind, dec_hook=_decode_path)
+
+
+def _decode_path(kind: type, value: Any) -> Path:
+    assert kind is Path, f"no decoder for {kind}"
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise msgspec.ValidationError("not a path")
+    return Path(value)
+
+
+def _struct_in(kind: Any) -> type[msgspec.Struct] | None:
+    return next((m for m in _members(kind) if isinstance(m, type) and issubclass(m, msgspec.Struct)), None)
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if isinstance(kind, types.UnionType) or get_origin(kind) is Union else (kind,)
+
+
+_EXPECTED = {
+    str: "a string",
+    int: "a whole number",
+    list[str]: "a list of strings",
+    dict[str, str]: "a table of strings",
+    dict[str, Any]: "a table",
+}
+
+
+def _expected(kind: Any) -> str:
+    kind = _members(kind)[0]
+    if _struct_in(kind):
+        return "a table"
+    for meta in getattr(kind, "__metadata__", ()):
+        return str(meta.description)
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(json.dumps(choice) for choice in get_args(kind))
+    return _EXPECTED[kind]
+
+
+def _found(value: Any) -> str:
+    match value:
+        case str() | bool() | int() | float() | list() | dict() | None:
+            text = json.dumps(value, ensure_ascii=False, default=str)
+            return text if len(text) <= 60 else f"{text[:57]}…"
+        case _:
+            return f"the {type(value).__name__} {value} without quotes"
+
+
+def _nearest(key: str) -> str:
+    at, _, leaf = key.rpartition(".")
+    keys = list(_known_keys())
+    here = [known.rpartition(".")[2] for known in keys if known.rpartition(".")[0] == at]
+    if close := difflib.get_close_matches(leaf, here, n=1):
+        return f"did you mean {_join(at, close[0])}?"
+    if elsewhere := [known for known in keys if known.rpartition(".")[2] == leaf]:
+        return f"did you mean {elsewhere[0]}?"
+    return f"known here: {', '.join(here)}"
+
+
+def _known_keys(kind: type[Any] = Config, at: str = "") -> Iterator[str]:
+    for field in fields(kind):
+        key = _join(at, field.name)
+        if key != "path":
+            yield key
+        if struct := _struct_in(field.type):
+            yield from _known_keys(struct, key)
+
+
+def _check_values(values: dict[str, Any], findings: _Findings) -> None:
+    """What the annotations cannot say: the file system, and values against each other."""
+    if main := values.get("main"):
+        file = _absolute(findings.file.parent, main)
+        if file.suffix != ".py":
+            findings.problem("main", f"expected a Python file (.py), found {main}; only Python workers are run here")
+        elif not file.is_file():
+            findings.problem("main", f"there is no file {file}")
+    for key in _not_json(values.get("vars", {}), "vars"):
+        findings.problem(key, "expected a JSON value (text, number, true or false, list, table); put dates in quotes")
+    ai = values.get("ai")
+    if ai and ai.binding in values.get("vars", {}):
+        findings.problem(f"vars.{ai.binding}", "has the same name as the AI binding (ai.binding); rename one of them")
+
+
+def _not_json(value: Any, key: str) -> Iterator[str]:
+    match value:
+        case dict():
+            for name, item in value.items():
+                yield from _not_json(item, _join(key, name))
+        case list():
+            for index, item in enumerate(value):
+                yield from _not_json(item, f"{key}[{index}]")
+        case float():
+            if value - value != 0:  # inf or nan
+                yield key
+        case str() | bool() | int() | None:
+            pass
+        case _:
+            yield key
+
+
+# -- wrangler's keys that are accepted and have no effect yet ----------------------------------------------
+
+_TOP_LEVEL = """
+    access agent_memory ai_search ai_search_namespaces alias analytics_engine_datasets artifacts assets
+    base_dir browser build cache cloudchamber compliance_region connect containers d1_databases data_blobs define
+    dependencies_instrumentation dispatch_namespaces durable_objects env exports find_additional_modules
+    first_party_worker flagship hyperdrive images jsx_factory jsx_fragment keep_names keep_vars kv_namespaces
+    logfwdr logpush media migrations minify mtls_certificates no_bundle observability pages_build_output_dir
+    pipelines placement preserve_file_names preview_urls previews python_modules queues r2_buckets ratelimits
+    route routes rules secrets secrets_store_secrets send_email send_metrics services site stream
+    streaming_tail_consumers tail_consumers text_blobs triggers tsconfig unsafe unsafe_hello_world
+    upload_source_maps vectorize version_metadata vpc_networks vpc_services wasm_modules websearch worker_loaders
+    workers_dev workflows
+"""
+_DEV = """
+    container_engine enable_containers generate_types host inspector_ip inspector_port local_protocol
+    upstream_protocol
+"""
+WRANGLER_KEYS = {
+    "": frozenset(_TOP_LEVEL.split()),
+    "ai": frozenset({"remote", "staging"}),
+    "dev": frozenset(_DEV.split()),
+    "limits": frozenset({"cpu_ms", "subrequests"}),
+}
+"""By section."""

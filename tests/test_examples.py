@@ -1,0 +1,96 @@
+"""Each example as a user runs it: `edge dev` in its folder, called over HTTP."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from edge.cli import cli
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+CALL_TIMEOUT_S = 300
+
+pytestmark = pytest.mark.slow
+EdgeDev = Callable[..., tuple[str, Any]]
+
+
+def usage(state_dir: Path) -> list[dict[str, Any]]:
+    result = CliRunner().invoke(cli, ["usage", "--json", "--state-dir", str(state_dir)])
+    records: list[dict[str, Any]] = json.loads(result.stdout)
+    return records
+
+
+def test_hello(edge_dev: EdgeDev, tmp_path: Path) -> None:
+    url, _ = edge_dev(EXAMPLES / "hello", "--no-reload", "--state-dir", str(tmp_path))
+    with httpx.Client(base_url=url) as client:
+        hello = client.get("/", params={"name": "Ada"})
+        assert (hello.status_code, hello.text) == (200, "Hello, Ada!\n")
+        assert hello.headers["content-type"] == "text/plain;charset=UTF-8"
+        assert client.get("/").text == "Hello, world!\n"
+        echo = client.post("/echo", json={"numbers": [1, 2.5, None], "text": "ä"})
+        assert (echo.status_code, echo.json()) == (200, {"you_sent": {"numbers": [1, 2.5, None], "text": "ä"}})
+        home = client.get("/home")
+        assert (home.status_code, home.headers["location"]) == (302, f"{url}/")
+        missing = client.get("/nowhere")
+        assert (missing.status_code, missing.text) == (404, "There is nothing at /nowhere\n")
+
+
+@pytest.mark.model
+def test_chat(edge_dev: EdgeDev, state_dir: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(EXAMPLES / "chat", tmp_path / "chat")
+    config = folder / "wrangler-like.toml"
+    config.write_text(config.read_text().replace("MAX_TOKENS = 256", "MAX_TOKENS = 32"))
+    url, _ = edge_dev(folder, "--no-reload", "--state-dir", str(state_dir))
+    with httpx.Client(base_url=url, timeout=CALL_TIMEOUT_S) as client:
+        assert f"curl '{url}/?q=What" in client.get("/").text
+        answer = client.get("/", params={"q": "Say hello."})
+        assert answer.status_code == 200
+        assert len(answer.text.strip()) > 0
+
+        with client.stream("GET", "/", params={"q": "Count from 1 to 9.", "stream": "1"}) as words:
+            pieces = list(words.iter_text())
+        assert words.headers["content-type"] == "text/plain;charset=UTF-8"
+        assert len(pieces) > 2
+        assert pieces[-1].endswith("\n")
+
+        events = client.get("/", params={"q": "Count from 1 to 9.", "stream": "sse"})
+        assert events.headers["content-type"] == "text/event-stream"
+        frames = events.text.strip().split("\n\n")
+        assert frames[-1] == "data: [DONE]"
+        usages = [json.loads(frame.removeprefix("data: ")).get("usage") for frame in frames[:-1]]
+        assert 0 < usages[-1]["completion_tokens"] <= 32
+    records = usage(state_dir)
+    assert [(record["worker"], record["status"], record["trigger"]) for record in records] == [
+        ("chat", "ok", "binding")
+    ] * 3
+    assert records[0]["output_tokens"] == usages[-1]["completion_tokens"]
+
+
+@pytest.mark.model
+def test_summarize(edge_dev: EdgeDev, state_dir: Path) -> None:
+    text = (
+        "The meeting of the gardening club was moved from Tuesday to Thursday, because the hall is being painted. "
+        "Everyone is asked to bring seeds to share, and a cup for tea."
+    )
+    url, _ = edge_dev(EXAMPLES / "summarize", "--no-reload", "--state-dir", str(state_dir))
+    with httpx.Client(base_url=url, timeout=CALL_TIMEOUT_S) as client:
+        first, second = (client.post("/", content=text).json() for _ in range(2))
+        assert first["num_words"] == 31
+        assert len(first["summary"]) > 0
+        assert first == second
+        assert client.get("/").status_code == 405
+        empty = client.post("/", content="")
+        assert (empty.status_code, empty.json()) == (400, {"error": "expected 1 to 2000 words, found 0"})
+    [one, other] = usage(state_dir)
+    assert one["model"] == other["model"] == "smollm2-135m-instruct"
+    tokens = [
+        record["input_tokens"] + record["cached_input_tokens"] + record["output_tokens"] for record in (one, other)
+    ]
+    assert tokens == [first["num_tokens"]] * 2
