@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import fields
 
-from edge.config import FILE_NAMES, AiConfig, Config, DevConfig, EngineConfig, LimitsConfig, load, strip_jsonc
+from edge.config import (
+    FILE_NAMES,
+    AiConfig,
+    BillingConfig,
+    Config,
+    DevConfig,
+    EngineConfig,
+    LimitsConfig,
+    load,
+    strip_jsonc,
+)
 from edge.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -117,10 +127,11 @@ def test_the_annotated_reference_names_every_key_and_shows_the_defaults() -> Non
         (LimitsConfig, "[limits]"),
         (DevConfig, "[dev]"),
         (EngineConfig, "[engine]"),
+        (BillingConfig, "[billing]"),
     ]:
         assert re.search(rf"^{re.escape(section)}$", text, re.MULTILINE)
         for field in fields(struct):
-            pattern = rf"^{field.name} = |^{re.escape(section[:-1])}\.{field.name}\]$"
+            pattern = rf"^(# )?{field.name} = |^{re.escape(section[:-1])}\.{field.name}\]$"
             assert re.search(pattern, text, re.MULTILINE), f"{section} {field.name} is not explained"
     for field in fields(Config):
         if field.name != "path":

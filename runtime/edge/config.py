@@ -74,6 +74,13 @@ class EngineConfig(msgspec.Struct, frozen=True):
     """Tokens that the KV cache has room for, all sequences together."""
 
 
+class BillingConfig(msgspec.Struct, frozen=True):
+    """`[billing]`: what calls cost."""
+
+    prices: Annotated[Path, Meta(description='the path of a price book, such as "prices.toml"')] | None = None
+    """The price book; None: the packaged one, with the prices that Workers AI publishes."""
+
+
 class Config(msgspec.Struct, frozen=True):
     """A worker's configuration. Paths are absolute once loaded."""
 
@@ -100,6 +107,7 @@ class Config(msgspec.Struct, frozen=True):
     limits: LimitsConfig = LimitsConfig()
     dev: DevConfig = DevConfig()
     engine: EngineConfig = EngineConfig()
+    billing: BillingConfig = BillingConfig()
     state_dir: Annotated[Path, Meta(description='the path of a folder, such as ".edge"')] = Path(".edge")
     """Where models, the ledger and logs live."""
 
@@ -127,9 +135,17 @@ def load(path: Path | None, cwd: Path) -> Config:
         print(warning, file=sys.stderr)
     if findings.problems:
         raise ConfigError(findings.message())
-    config = Config(**values)
+    return _with_absolute_paths(Config(**values), file)
+
+
+def _with_absolute_paths(config: Config, file: Path) -> Config:
+    prices = config.billing.prices
     return replace(
-        config, path=file, main=_absolute(file.parent, config.main), state_dir=_absolute(file.parent, config.state_dir)
+        config,
+        path=file,
+        main=_absolute(file.parent, config.main),
+        state_dir=_absolute(file.parent, config.state_dir),
+        billing=replace(config.billing, prices=None if prices is None else _absolute(file.parent, prices)),
     )
 
 

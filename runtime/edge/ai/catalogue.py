@@ -16,7 +16,7 @@ import msgspec
 
 from edge.billing.prices import Price, PriceBook, dollars
 from edge.errors import UnknownModel
-from edge.weights.manifest import Manifest
+from edge.weights.manifest import DEFAULT_NAME, DEFAULT_SPEC, Manifest
 
 TEXT_GENERATION = "text-generation"
 
@@ -55,11 +55,18 @@ class Catalogue:
         """`stand_ins` maps catalogue ids to names of installed models."""
         self.prices = prices
         self._stand_ins = dict(stand_ins)
+        self._models: dict[str, Model] = {}
+        self.update(installed)
+
+    def update(self, installed: Iterable[Manifest]) -> None:
+        """From now on, `installed` are the installed models."""
         manifests = {manifest.name: manifest for manifest in installed}
         served = {name: name for name in manifests} | {
             id: name for id, name in self._stand_ins.items() if name in manifests
         }
-        self._models = {id: Model(id, manifests[name], prices.price(id, name)) for id, name in sorted(served.items())}
+        self._models = {
+            id: Model(id, manifests[name], self.prices.price(id, name)) for id, name in sorted(served.items())
+        }
 
     def resolve(self, id: str) -> Model:
         """The model that callers call `id`.
@@ -92,11 +99,11 @@ class Catalogue:
         if stand_in is not None:
             return (
                 f"model {id!r} is served by {stand_in!r} ([ai.models] in the configuration), which is not installed. "
-                "Install it: edge models add SPEC"
+                f"Install it: edge models add {DEFAULT_SPEC if stand_in == DEFAULT_NAME else 'SPEC'}"
             )
         shown = id if len(id) <= _MAX_ID_CHARS else id[:_MAX_ID_CHARS] + "…"
         if not self._models:
-            return f"no model {shown!r}: none is installed. Install one: edge models add SPEC"
+            return f"no model {shown!r}: none is installed. The small default model: edge models add {DEFAULT_SPEC}"
         return f"no model {shown!r}; {self._nearest(shown)} See `edge models list`; add one with `edge models add SPEC`"
 
     def _nearest(self, id: str) -> str:

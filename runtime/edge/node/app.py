@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, Self
 
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from edge.ai.catalogue import Catalogue
+from edge.ai.catalogue import TEXT_GENERATION, Catalogue
 from edge.ai.gate import Gate, Principal
 from edge.ai.native import run_binding
 from edge.billing import ledger
@@ -23,9 +24,10 @@ from edge.isolates.dispatch import Isolates
 from edge.node import api
 from edge.node.ingress import AccessLog, Ingress
 from edge.pool.local import LocalPool
+from edge.weights.manifest import Manifest
 from edge.weights.store import ModelStore
 
-_log = logging.getLogger(__name__)
+_MODELS_INTERVAL_S = 1.0
 
 
 class Node:
@@ -49,13 +51,13 @@ class Node:
     ) -> None:
         self._config = config
         self._say = say
-        store = ModelStore(config.state_dir / "models")
-        installed = store.list()
-        prices = load_prices()
+        self._store = ModelStore(config.state_dir / "models")
+        prices = load_prices(config.billing.prices)
         self._ledger = Ledger(config.state_dir / ledger.FILE_NAME)
         self._ledger.add_price_book(prices)
-        self.catalogue = Catalogue(installed, config.ai.models if config.ai is not None else {}, prices)
-        self.pool = LocalPool({model.name: store.path(model.name) for model in installed}, config.engine)
+        self._served = self._installed()
+        self.catalogue = Catalogue(self._served.values(), config.ai.models if config.ai is not None else {}, prices)
+        self.pool = LocalPool(self._paths(self._served), config.engine)
         self._gate = Gate(self.pool, self.catalogue, self._ledger)
         self.isolates = Isolates(_AiBinding(self._gate, config.account_id), config.limits, self._on_log)
         ingress = Ingress(self.isolates, show_tracebacks=show_tracebacks, access_log=access_log, error_log=say)
@@ -77,6 +79,8 @@ class Node:
         except BaseException:
             await self._parts.aclose()
             raise
+        watching = asyncio.create_task(self._watch_models())
+        self._parts.callback(watching.cancel)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -89,6 +93,31 @@ class Node:
             WorkerStartFailed: it could not be imported; what served before goes on serving.
         """
         await self.isolates.deploy(bundle)
+
+    def _installed(self) -> dict[str, Manifest]:
+        return {manifest.name: manifest for manifest in self._store.list()}
+
+    def _paths(self, installed: Mapping[str, Manifest]) -> dict[str, Path]:
+        """Where the models are that the engine can run."""
+        return {
+            name: self._store.root / name / manifest.file
+            for name, manifest in installed.items()
+            if manifest.task == TEXT_GENERATION
+        }
+
+    async def _watch_models(self) -> None:
+        """Serve what `edge models add` installs while this runs, and nothing that `edge models rm` removed."""
+        seen_ns = 0
+        while True:
+            await asyncio.sleep(_MODELS_INTERVAL_S)
+            if (changed_ns := self._store.changed_ns) == seen_ns:
+                continue
+            seen_ns, installed = changed_ns, self._installed()
+            if installed != self._served:
+                self._served = installed
+                self.catalogue.update(installed.values())
+                self.pool.update(self._paths(installed))
+                self._say(f"Models    {', '.join(installed) or 'none'}")
 
     def _health(self) -> dict[str, Any]:
         return {"engine": self.pool.status(), "worker": {"pid": self.isolates.pid, "sandbox": self.isolates.layers}}

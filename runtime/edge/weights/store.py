@@ -36,6 +36,14 @@ class ModelStore:
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    @property
+    def changed_ns(self) -> int:
+        """A number that changes whenever a model is added or removed; 0 as long as there is no store."""
+        try:
+            return self.root.stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
     def list(self) -> list[Manifest]:
         """The installed models by name. Those with an unusable manifest are left out: see `broken`."""
         return [found for found in self._scan().values() if isinstance(found, Manifest)]
