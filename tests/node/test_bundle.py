@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from edge.config import AiConfig, Config
+from edge.node.bundle import bundle_of
+
+
+def test_a_bundle_is_what_the_configuration_says(tmp_path: Path) -> None:
+    main = tmp_path / "src" / "worker.py"
+    main.parent.mkdir()
+    main.write_text("")
+    bundle = bundle_of(Config("shop", main, vars={"A": 1}, ai=AiConfig(binding="MODELS")))
+    assert (bundle.worker, bundle.root, bundle.main) == ("shop", str(main.parent), "worker.py")
+    assert (bundle.vars, bundle.ai_binding) == ({"A": 1}, "MODELS")
+    assert bundle_of(Config("shop", main)).ai_binding is None
+
+
+def test_the_version_is_of_the_code_and_of_nothing_else(tmp_path: Path) -> None:
+    config = Config("shop", tmp_path / "worker.py")
+    config.main.write_text("a = 1")
+    first = bundle_of(config).version
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "x.py").write_text("x")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    assert bundle_of(config).version == first
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "helper.py").write_text("b = 2")
+    second = bundle_of(config).version
+    assert second != first
+    (tmp_path / "pkg" / "helper.py").rename(tmp_path / "helper.py")
+    assert bundle_of(config).version not in (first, second)
