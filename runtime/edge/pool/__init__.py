@@ -1,0 +1,1 @@
+"""Engine processes: starting, finding, supervising them."""

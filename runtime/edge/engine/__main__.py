@@ -1,0 +1,57 @@
+"""`python -m edge.engine FD PARENT CONFIG`: the engine process, as `edge.pool.local` starts it.
+
+FD is an inherited socket to the node, PARENT the node's process id, CONFIG an `EngineConfig` as JSON. The
+process ends when the socket closes or its parent dies, whichever it notices first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Coroutine
+
+import msgspec
+
+from edge.config import EngineConfig
+from edge.errors import ConfigError
+from workers._wire import FrameError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> None:
+    """Run an engine on the socket that `arguments` name."""
+    fd, parent, config = int(arguments[0]), int(arguments[1]), arguments[2]
+    _die_with(parent)
+    # Ctrl-C reaches the whole terminal; the node decides when its engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Read when torch loads its OpenMP library: threads that spin while they wait starve everybody else.
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from edge.engine.process import serve
+
+    asyncio.run(_serve_until_closed(serve(socket.socket(fileno=fd), msgspec.json.decode(config, type=EngineConfig))))
+
+
+async def _serve_until_closed(serving: Coroutine[None, None, None]) -> None:
+    try:
+        await serving
+    except (ConfigError, FrameError) as error:
+        print(f"engine: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    # A step or a load may still run in its thread, for nobody.
+    os._exit(0)
+
+
+def _die_with(parent: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

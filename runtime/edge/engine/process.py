@@ -1,0 +1,230 @@
+"""The engine process between its socket and its step loop.
+
+The main thread reads and writes frames. One thread runs steps, one loads models, and a few turn prompts into
+tokens, so that neither a long prompt nor a large model holds up the tokens of others.
+
+This module knows nothing about who started the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from edge.config import EngineConfig
+from edge.engine.generation import Generation
+from edge.engine.loop import Install, LoadedModel, StepLoop, Submit
+from edge.engine.runner import load_runner
+from edge.engine.tokenizer import Tokenizer
+from edge.errors import ConfigError, EdgeError, OutOfCapacity, UnknownModel, WeightsError
+from edge.frames import (
+    Done,
+    EngineReady,
+    Failed,
+    Generate,
+    LoadModel,
+    ModelFailed,
+    ModelLoaded,
+    MoreDeltas,
+    Ping,
+    ToEngine,
+    Usage,
+)
+from edge.weights.checkpoint import open_checkpoint
+from workers._wire import Cancel, Frame, FrameDecoder, encode
+
+READ_BYTES = 1 << 20
+NUM_TOKENIZER_THREADS = 2
+
+
+def num_cores() -> int:
+    """Cores that this process may use: its affinity, and its cgroup's CPU quota where there is one."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return cores
+
+
+async def serve(sock: socket.socket, config: EngineConfig) -> None:
+    """Serve the node at the other end of `sock` until it closes.
+
+    Raises:
+        FrameError: the node sent something that is no frame.
+        ConfigError: the device cannot be used.
+    """
+    num_threads = config.num_threads or num_cores()
+    torch.set_num_threads(num_threads)
+    _check_device(config.device)
+    reader, writer = await asyncio.open_unix_connection(sock=sock)
+    engine = _Engine(config, writer)
+    engine.send([EngineReady(config.device, num_threads, str(torch.__version__))])
+    decoder = FrameDecoder(ToEngine)
+    try:
+        while data := await reader.read(READ_BYTES):
+            for frame in decoder.feed(data):
+                engine.receive(frame)
+    except ConnectionError:
+        return
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.ones(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
+        raise ConfigError(
+            f'the device {device!r} cannot be used: {error}; set `device` of [engine] to "cpu", or install the '
+            "CUDA build of torch (see README.md)"
+        ) from error
+
+
+class _Engine:
+    """What the main thread keeps: the models that are usable, and the prompts that are being tokenized."""
+
+    def __init__(self, config: EngineConfig, writer: asyncio.StreamWriter) -> None:
+        self._config = config
+        self._writer = writer
+        self._event_loop = asyncio.get_running_loop()
+        self._models: dict[str, LoadedModel] = {}
+        self._loaded: dict[str, ModelLoaded] = {}
+        self._preparing: dict[int, _Preparing] = {}
+        self._load_lock = asyncio.Lock()
+        self._loader = ThreadPoolExecutor(1, "load")
+        self._tokenizers = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, "tokenize")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._steps = StepLoop(self._send_from_loop)
+        threading.Thread(target=self._run_steps, name="steps", daemon=True).start()
+
+    def send(self, frames: list[Frame]) -> None:
+        """Write `frames` to the node."""
+        self._writer.write(b"".join(encode(frame) for frame in frames))
+
+    def _send_from_loop(self, frames: list[Frame]) -> None:
+        self._event_loop.call_soon_threadsafe(self.send, frames)
+
+    def receive(self, frame: Frame) -> None:
+        """Do what the node asks for."""
+        match frame:
+            case LoadModel():
+                self._spawn(self._load(frame))
+            case Generate():
+                self._generate(frame)
+            case MoreDeltas(id, num_deltas) if id in self._preparing:
+                self._preparing[id].credit += num_deltas
+            case Cancel(id) if id in self._preparing:
+                self._preparing[id].cancelled = True
+            case Cancel() | MoreDeltas() | Ping():
+                self._steps.post(frame)
+
+    def _generate(self, request: Generate) -> None:
+        model = self._models.get(request.model)
+        if model is None:
+            self._refuse(request, UnknownModel(f"model {request.model!r} is not loaded in this engine"))
+        elif len(self._preparing) >= self._config.max_waiting:
+            self._refuse(
+                request, OutOfCapacity(f"{len(self._preparing)} prompts are waiting to be read; try again later")
+            )
+        else:
+            preparing = self._preparing[request.id] = _Preparing(request.credit)
+            self._spawn(self._prepare(request, model, preparing))
+
+    async def _prepare(self, request: Generate, model: LoadedModel, preparing: _Preparing) -> None:
+        try:
+            generation = await self._event_loop.run_in_executor(
+                self._tokenizers, Generation, request, model.tokenizer, model.max_length
+            )
+        except EdgeError as error:
+            self._refuse(request, error)
+            return
+        except Exception as error:  # a prompt that breaks a tokenizer must not leave its caller without an answer
+            traceback.print_exc(file=sys.stderr)
+            self._refuse(request, EdgeError(f"the prompt cannot be read: {type(error).__name__}: {error}"))
+            return
+        finally:
+            del self._preparing[request.id]
+        if preparing.cancelled:
+            self.send([Done(request.id, "cancelled", Usage())])
+            return
+        generation.sequence.credit = preparing.credit
+        self._steps.post(Submit(model.name, generation))
+
+    def _refuse(self, request: Generate, error: EdgeError) -> None:
+        self.send([Failed(request.id, error.code, error.message, Usage())])
+
+    async def _load(self, request: LoadModel) -> None:
+        async with self._load_lock:  # a model that is asked for twice is loaded once
+            self.send([self._loaded.get(request.model) or await self._load_new(request)])
+
+    async def _load_new(self, request: LoadModel) -> ModelLoaded | ModelFailed:
+        try:
+            model, loaded = await self._event_loop.run_in_executor(self._loader, _load, request, self._config)
+        except EdgeError as error:
+            return ModelFailed(request.model, error.message)
+        except Exception as error:  # out of memory, or a file that fools every check: this model, not the engine
+            traceback.print_exc(file=sys.stderr)
+            return ModelFailed(request.model, f"{request.path}: {type(error).__name__}: {error}")
+        self._models[request.model], self._loaded[request.model] = model, loaded
+        self._steps.post(Install(model))
+        return loaded
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = self._event_loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _run_steps(self) -> None:
+        try:
+            self._steps.run()
+        except BaseException:
+            traceback.print_exc(file=sys.stderr)
+            os._exit(1)  # without its loop the process would look alive and answer nobody
+
+
+class _Preparing:
+    """What arrived for a request while its prompt was being tokenized."""
+
+    def __init__(self, credit: int) -> None:
+        self.credit = credit
+        self.cancelled = False
+
+
+def _load(request: LoadModel, config: EngineConfig) -> tuple[LoadedModel, ModelLoaded]:
+    started = time.perf_counter()
+    path = Path(request.path)
+    checkpoint = open_checkpoint(path)
+    tokenizer = Tokenizer(checkpoint.tokenizer_files())
+    runner = load_runner(
+        checkpoint,
+        dtype=request.dtype,
+        device=config.device,
+        kv_tokens=config.kv_tokens,
+        max_running=config.max_batch_size,
+    )
+    shape = runner.model.config
+    if tokenizer.num_tokens > shape.vocab_size:
+        raise WeightsError(
+            f"{path}: the tokenizer has {tokenizer.num_tokens} tokens but the model only {shape.vocab_size}; "
+            "they do not belong together"
+        )
+    model = LoadedModel(request.model, runner, tokenizer, config)
+    loaded = ModelLoaded(
+        model=request.model,
+        architecture=checkpoint.architecture,
+        context_length=model.max_length,
+        num_parameters=runner.model.num_parameters,
+        size_bytes=checkpoint.size_bytes,
+        load_ms=round((time.perf_counter() - started) * 1000),
+    )
+    return model, loaded

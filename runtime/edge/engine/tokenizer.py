@@ -1,0 +1,324 @@
+"""Text to tokens and back: prompts, chat templates, and text that arrives token by token.
+
+Special tokens written out in a prompt or message are read as special tokens, as the model's own tools do; who
+must keep a user's text from ending a chat turn has to strip them first.
+
+Chat templates come from model files: they run in Jinja's immutable sandbox, with limits on time and size. That
+stops loops and access to Python; it does not protect the process from a template that builds one huge string.
+
+This module knows nothing about models, scheduling or frames.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as HfTokenizer
+
+from edge.errors import InvalidInput, PromptTooLong, WeightsError
+from edge.weights.checkpoint import TokenizerFiles, Vocabulary
+
+MAX_TEMPLATE_CHARS = 1 << 20
+MAX_RENDERED_CHARS = 32 << 20
+RENDER_TIMEOUT_S = 2.0
+SAMPLE_CHARS = 1 << 14
+"""Length of the piece of an oversized prompt that is tokenized to estimate the rest."""
+
+_CONTROL, _USER_DEFINED = 3, 4
+_REPLACEMENT = "\ufffd"
+
+
+class Tokenizer:
+    """A model's tokenizer and chat template. Its methods may be called from several threads."""
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        """Build it.
+
+        Raises:
+            WeightsError: the files describe no tokenizer that is supported.
+        """
+        if files.tokenizer_json is not None:
+            self._tokenizer = _from_json(files.tokenizer_json)
+        elif files.vocabulary is not None:
+            self._tokenizer = _from_vocabulary(files.vocabulary)
+        else:
+            raise WeightsError("the model has no tokenizer")
+        self.eos_ids = files.eos_ids | {
+            number
+            for number in [self._tokenizer.token_to_id(files.eos_token)]
+            if files.eos_token and number is not None
+        }
+        self._files = files
+        self._template = _compile(files.chat_template) if files.chat_template is not None else None
+        self._longest_token = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
+
+    @property
+    def num_tokens(self) -> int:
+        """Size of the vocabulary, special tokens included."""
+        return self._tokenizer.get_vocab_size()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be encoded."""
+        return self._template is not None
+
+    def encode(self, text: str, max_tokens: int) -> list[int]:
+        """Token ids of `text`, with a BOS token where the model expects one and the text has none.
+
+        Raises:
+            PromptTooLong: there are more than `max_tokens`; the message has both numbers.
+        """
+        bos = self._files.bos_token
+        has_bos = bool(bos) and text.startswith(bos)
+        add_bos = self._files.add_bos
+        # `add_special_tokens` runs the post-processor of tokenizer.json, which is what adds BOS where it does.
+        ids = self._encode(text, max_tokens, special=not has_bos and add_bos is not False)
+        number = self._tokenizer.token_to_id(bos) if bos else None
+        if add_bos and not has_bos and number is not None and ids[:1] != [number]:
+            ids = [number, *ids]
+        return _within(ids, max_tokens)
+
+    def encode_chat(self, messages: list[dict[str, Any]], max_tokens: int) -> list[int]:
+        """Token ids of `messages` through the chat template, up to where the assistant's answer starts.
+
+        Raises:
+            InvalidInput: there is no template, or it refuses the messages.
+            PromptTooLong: there are more than `max_tokens`; the message has both numbers.
+        """
+        # The template writes BOS itself, where the model wants one.
+        return _within(self._encode(self.render_chat(messages), max_tokens, special=False), max_tokens)
+
+    def render_chat(self, messages: list[dict[str, Any]]) -> str:
+        """`messages` as the text that the model was trained on.
+
+        Raises:
+            InvalidInput: there is no template, or it refuses the messages.
+        """
+        if self._template is None:
+            raise InvalidInput(
+                "this model has no chat template; send `prompt` with `raw: true` instead of messages", param="messages"
+            )
+        return _render(
+            self._template,
+            messages=messages,
+            add_generation_prompt=True,
+            bos_token=self._files.bos_token,
+            eos_token=self._files.eos_token,
+        )
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of `ids`, without special tokens."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _encode(self, text: str, max_tokens: int, *, special: bool) -> list[int]:
+        if len(text) > max_tokens * self._longest_token:
+            # It cannot fit, whatever it says. Tokenizing megabytes to know by how much would take seconds.
+            sample = self._tokenizer.encode(text[:SAMPLE_CHARS], add_special_tokens=False)
+            num_tokens = max(max_tokens + 1, len(sample) * len(text) // SAMPLE_CHARS)
+            raise PromptTooLong(_too_long(f"about {num_tokens}", max_tokens))
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
+
+
+class Detokenizer:
+    """The text of one answer as it grows; never a part of a character.
+
+    Tokens are decoded together with those since the last point at which all text was out: some decoders treat
+    the first token of a text specially, and a character can be spread over several tokens.
+    """
+
+    _MAX_HELD_TOKENS = 16
+    """After so many, what is no character will not become one, apart from the end."""
+    _MAX_PARTS = 3
+    """Signs for broken characters that one incomplete character can look like."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decode = tokenizer.decode
+        self._ids: list[int] = []
+        self._num_known = 0  # tokens at the start of `_ids` whose text is out
+        self._num_shown = 0  # characters at the start of their text that are out
+
+    def add(self, token: int) -> str:
+        """The text that `token` completes; empty while a character is incomplete."""
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        num_held = len(text) - len(text.rstrip(_REPLACEMENT))
+        if len(self._ids) - self._num_known > self._MAX_HELD_TOKENS:
+            num_held = min(num_held, self._MAX_PARTS)
+        new = text[self._num_shown : len(text) - num_held]
+        self._num_shown += len(new)
+        if num_held == 0:
+            self._keep(self._ids[self._num_known :], num_held)
+            self._num_known = len(self._ids)
+        elif len(self._ids) > 4 * self._MAX_HELD_TOKENS:
+            self._keep(self._ids[-self._MAX_HELD_TOKENS :], num_held)
+            self._num_known = 0
+        return new
+
+    def rest(self) -> str:
+        """What is still held when no token follows, without the incomplete character at its end."""
+        return self._decode(self._ids)[self._num_shown :].rstrip(_REPLACEMENT)
+
+    def _keep(self, ids: list[int], num_held: int) -> None:
+        self._ids = ids
+        self._num_shown = len(self._decode(ids)) - num_held
+
+
+def _within(ids: list[int], max_tokens: int) -> list[int]:
+    if len(ids) > max_tokens:
+        raise PromptTooLong(_too_long(str(len(ids)), max_tokens))
+    return ids
+
+
+def _too_long(num_tokens: str, max_tokens: int) -> str:
+    return (
+        f"the prompt has {num_tokens} tokens, but only {max_tokens} fit into the model's context; "
+        "shorten the prompt or use a model with a longer context"
+    )
+
+
+# -- building ----------------------------------------------------------------------------------------------
+
+
+def _from_json(text: str) -> HfTokenizer:
+    try:
+        tokenizer = HfTokenizer.from_str(text)
+    except Exception as error:  # the library raises nothing narrower
+        raise WeightsError(f"tokenizer.json cannot be used: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _from_vocabulary(vocabulary: Vocabulary) -> HfTokenizer:
+    if vocabulary.model != "gpt2":
+        raise WeightsError(f"GGUF tokenizers of type {vocabulary.model!r} are not supported (supported: gpt2)")
+    if vocabulary.pre not in _PRE_TOKENIZERS:
+        raise WeightsError(
+            f"the GGUF pre-tokenizer {vocabulary.pre!r} is not supported (supported: {', '.join(_PRE_TOKENIZERS)})"
+        )
+    merges = []
+    for merge in vocabulary.merges:
+        left, space, right = merge.partition(" ")
+        if not space:
+            raise WeightsError(f"the GGUF tokenizer has the merge {merge!r}, which is no pair")
+        merges.append((left, right))
+    ids = {token: number for number, token in enumerate(vocabulary.tokens)}
+    try:
+        tokenizer = HfTokenizer(models.BPE(vocab=ids, merges=merges))
+    except Exception as error:  # the library raises nothing narrower
+        raise WeightsError(f"the GGUF tokenizer cannot be used: {error}") from error
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[vocabulary.pre]()
+    tokenizer.decoder = decoders.ByteLevel()
+    if vocabulary.pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    for kind, add in ((_CONTROL, tokenizer.add_special_tokens), (_USER_DEFINED, tokenizer.add_tokens)):
+        tokens = [token for token, of in zip(vocabulary.tokens, vocabulary.types, strict=True) if of == kind]
+        add([AddedToken(token, normalized=False) for token in tokens])
+    return tokenizer
+
+
+def _by_digits() -> Any:
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+
+
+def _by_pattern(pattern: str) -> Callable[[], Any]:
+    def build() -> Any:
+        split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+    return build
+
+
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# `tokenizer.ggml.pre` to the pre-tokenizer of the tokenizer.json that the file was made from.
+_PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
+    "smollm": _by_digits,
+    "qwen2": _by_pattern(_WORDS % ""),
+    "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
+}
+
+
+# -- chat templates ----------------------------------------------------------------------------------------
+
+
+class _Refused(jinja2.TemplateError):
+    """The template called `raise_exception`."""
+
+
+def _compile(source: str) -> jinja2.Template:
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise WeightsError(f"the chat template of {len(source)} characters is over the limit of {MAX_TEMPLATE_CHARS}")
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(source)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise WeightsError(f"the chat template cannot be compiled: {error}") from error
+
+
+def _render(template: jinja2.Template, **values: Any) -> str:
+    pieces, num_chars = [], 0
+    try:
+        with _time_limit(RENDER_TIMEOUT_S):
+            for piece in template.generate(**values):
+                num_chars += len(piece)
+                if num_chars > MAX_RENDERED_CHARS:
+                    raise _Refused(f"the rendered text is over the limit of {MAX_RENDERED_CHARS} characters")
+                pieces.append(piece)
+    except Exception as error:  # a template can fail in every way that Python can
+        raise InvalidInput(
+            f"the model's chat template refuses these messages: {error or type(error).__name__}", param="messages"
+        ) from error
+    return "".join(pieces)
+
+
+@contextmanager
+def _time_limit(timeout_s: float) -> Iterator[None]:
+    """Raises in the code of templates that run in this thread once `timeout_s` has passed."""
+    deadline = time.monotonic() + timeout_s
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code.co_filename != "<template>":
+            return None
+        if time.monotonic() > deadline:
+            raise _Refused(f"it takes longer than {timeout_s:g} s")
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(previous)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    # Jinja's own filter escapes HTML characters, which no model was trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise _Refused(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)

@@ -1,0 +1,412 @@
+"""A pool of one engine process on this machine: starts it, watches it, and starts it again when it dies.
+
+The process is `python -m edge.engine` at the other end of a socket pair. It ends when the socket closes and when
+this process dies, so that nothing is left running whatever happens here. When the engine dies, calls in flight
+fail with `EngineLost`, and calls made meanwhile wait for the new one.
+
+This module knows nothing about torch, models' files or billing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from edge.config import EngineConfig
+from edge.errors import BY_CODE, ConfigError, EdgeError, EngineLost, OutOfCapacity, UnknownModel, WeightsError
+from edge.frames import (
+    Delta,
+    Done,
+    EngineReady,
+    Failed,
+    Generate,
+    LoadModel,
+    ModelFailed,
+    ModelLoaded,
+    MoreDeltas,
+    Ping,
+    Pong,
+    Started,
+    ToNode,
+)
+from workers._wire import Cancel, Frame, FrameDecoder, FrameError, encode
+
+PING_INTERVAL_S = 5.0
+MAX_MISSED_PINGS = 12
+"""An engine that leaves so many pings unanswered is killed: it hangs."""
+MAX_MISSED_PINGS_LOADING = 120
+"""The same while it starts or loads a model, which can hold up everything else for long."""
+READY_TIMEOUT_S = 120.0
+"""How long a call waits for the engine and its model."""
+EXIT_TIMEOUT_S = 5.0
+STABLE_S = 30.0
+"""An engine that dies younger than this counts as a failed start."""
+BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Pauses before the next start, by the number of failed starts in a row."""
+MAX_FAILED_STARTS = 3
+"""After so many starts in a row that did not even get ready, calls fail at once instead of waiting."""
+READ_BYTES = 1 << 20
+
+_log = logging.getLogger(__name__)
+
+
+class LocalPool:
+    """`edge.pool.base.Pool` over one engine process."""
+
+    def __init__(
+        self,
+        models: Mapping[str, Path],
+        engine: EngineConfig,
+        *,
+        ready_timeout_s: float = READY_TIMEOUT_S,
+        ping_interval_s: float = PING_INTERVAL_S,
+    ) -> None:
+        """Serve `models`, by name and path of their files, on an engine with the configuration `engine`.
+
+        Raises:
+            ConfigError: the configuration makes no sense.
+        """
+        if engine.step_tokens <= engine.max_batch_size:
+            raise ConfigError(
+                f"[engine] step_tokens ({engine.step_tokens}) must be greater than max_batch_size "
+                f"({engine.max_batch_size}): with fewer, prompts would not move while all others decode"
+            )
+        self._models = dict(models)
+        self._config = engine
+        self._ready_timeout_s = ready_timeout_s
+        self._ping_interval_s = ping_interval_s
+        self._engine: _Engine | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._last_failure = ""
+        self._num_starts = 0
+        self._num_failed_starts = 0
+        self._num_waiting = 0
+        self._next_id = 0
+
+    async def start(self) -> None:
+        """Start the engine in the background and have it load all models; returns at once."""
+        assert self._supervisor is None, "a pool is started once"
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    def update(self, models: Mapping[str, Path]) -> None:
+        """From now on, serve `models`: new ones are loaded at once, those that are gone are refused."""
+        added = {name: path for name, path in models.items() if name not in self._models}
+        self._models = dict(models)
+        if self._engine is not None and self._engine.ready is not None:
+            self._engine.load(added, self._config.dtype)
+
+    async def close(self) -> None:
+        """Stop the engine; calls in flight fail. Returns when the process is gone."""
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+
+    async def generate(self, request: Generate) -> AsyncGenerator[Started | Delta | Done, None]:
+        """The frames of one generation; see `edge.pool.base.Pool`.
+
+        Up to `request.credit` deltas are buffered here for a slow reader. If the call fails after it was
+        started, a last, empty `Delta` carries its usage before the exception.
+
+        Raises:
+            WeightsError: the model cannot be loaded.
+            EdgeError: as the protocol says.
+        """
+        engine = await self._ready(request.model)
+        self._next_id += 1
+        call = engine.open(msgspec.structs.replace(request, id=self._next_id, credit=max(1, request.credit)))
+        is_started = False
+        try:
+            while True:
+                match await call.next():
+                    case Started() as frame:
+                        is_started = True
+                        yield frame
+                    case Delta() as frame:
+                        yield frame
+                        call.give_credit()
+                    case Done() as frame:
+                        call.is_over = True
+                        yield frame
+                        return
+                    case Failed() as frame:
+                        call.is_over = True
+                        if is_started:
+                            yield Delta(frame.id, "", frame.usage)
+                        error = BY_CODE.get(frame.code, EdgeError)
+                        raise error(frame.message, retry_after_s=1 if error.retryable else None)
+                    case None:
+                        call.is_over = True
+                        raise _lost(engine.end)
+        finally:
+            engine.leave(call)
+
+    def status(self) -> dict[str, Any]:
+        """What the engine and its models are doing, for `/healthz`: values that JSON has."""
+        engine, ready = self._engine, None if self._engine is None else self._engine.ready
+        waiting: dict[str, Any] = {"state": "waiting"}
+        return {
+            "state": "starting" if ready is None else "ready",
+            "pid": None if engine is None else engine.pid,
+            "device": self._config.device,
+            "dtype": self._config.dtype,
+            "num_threads": None if ready is None else ready.num_threads,
+            "torch": None if ready is None else ready.torch,
+            "num_restarts": max(0, self._num_starts - 1),
+            "last_failure": self._last_failure or None,
+            "num_calls": 0 if engine is None else len(engine.calls),
+            "num_waiting": 0 if engine is None else engine.pong.num_waiting,
+            "num_running": 0 if engine is None else engine.pong.num_running,
+            "models": {name: waiting if engine is None else engine.model_status(name) for name in self._models},
+        }
+
+    async def _ready(self, model: str) -> _Engine:
+        """The engine, once `model` is loaded in it."""
+        if model not in self._models:
+            raise UnknownModel(f"model {model!r} is not installed; `edge models list` shows those that are")
+        if self._num_waiting >= self._config.max_waiting:
+            raise OutOfCapacity(
+                f"{self._num_waiting} calls are waiting for the engine to start; try again later", retry_after_s=5
+            )
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(self._ready_timeout_s):
+                while (engine := self._engine_with(model)) is None:
+                    await self._changed.wait()
+                return engine
+        except TimeoutError:
+            if self._engine is not None and self._engine.ready is not None:
+                raise OutOfCapacity(
+                    f"model {model!r} is still being loaded after {self._ready_timeout_s:g} s; try again later",
+                    retry_after_s=10,
+                ) from None
+            raise _lost(self._last_failure or "it has not started yet") from None
+        finally:
+            self._num_waiting -= 1
+
+    def _engine_with(self, model: str) -> _Engine | None:
+        if self._supervisor is None or self._supervisor.done():
+            raise EngineLost("the engine is not running: the node is shutting down")
+        if self._engine is None and self._num_failed_starts >= MAX_FAILED_STARTS:
+            raise _lost(f"{self._last_failure} in {self._num_failed_starts} starts in a row")
+        if self._engine is None or self._engine.end:  # the latter: killed, but its socket is not closed yet
+            return None
+        state = self._engine.models.get(model)
+        if isinstance(state, ModelFailed):
+            raise WeightsError(f"model {model!r} cannot be loaded: {state.message}")
+        return self._engine if isinstance(state, ModelLoaded) else None
+
+    # -- supervision ---------------------------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        """Keep one engine running until cancelled."""
+        num_failed = 0
+        try:
+            while True:
+                started = time.monotonic()
+                self._num_starts += 1
+                self._last_failure = await self._run_engine()
+                num_failed = 1 if time.monotonic() - started >= STABLE_S else num_failed + 1
+                pause_s = BACKOFF_S[min(num_failed, len(BACKOFF_S)) - 1]
+                _log.warning("the engine process %s; starting a new one in %g s", self._last_failure, pause_s)
+                await asyncio.sleep(pause_s)
+        finally:
+            self._notify()
+
+    async def _run_engine(self) -> str:
+        """Start an engine and serve it until it ends; returns how it ended."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                # Its parent-death signal follows the thread that starts it: the event loop's, which lives as long.
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-P", "-m", "edge.engine"),
+                    *(str(theirs.fileno()), str(os.getpid()), msgspec.json.encode(self._config).decode()),
+                    pass_fds=[theirs.fileno()],
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=sys.__stderr__ or asyncio.subprocess.DEVNULL,
+                )
+        except OSError as error:
+            ours.close()
+            return f"cannot be started: {error}"
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        engine = self._engine = _Engine(process, writer)
+        heartbeat = asyncio.create_task(engine.keep_pinging(self._ping_interval_s))
+        try:
+            await self._read(engine, reader)
+        finally:
+            heartbeat.cancel()
+            self._engine = None
+            await engine.stop()
+            self._num_failed_starts += engine.ready is None
+            self._notify()
+        return engine.end
+
+    async def _read(self, engine: _Engine, reader: asyncio.StreamReader) -> None:
+        decoder = FrameDecoder(ToNode)
+        try:
+            while data := await reader.read(READ_BYTES):
+                for frame in decoder.feed(data):
+                    self._receive(engine, frame)
+        except ConnectionError:
+            return
+        except FrameError as error:
+            engine.kill(f"sent {error}")
+
+    def _receive(self, engine: _Engine, frame: Frame) -> None:
+        engine.num_missed_pings = 0
+        match frame:
+            case Started(id=id) | Delta(id=id) | Done(id=id) | Failed(id=id):
+                engine.deliver(id, frame)
+            case EngineReady():
+                engine.ready = frame
+                self._num_failed_starts = 0
+                engine.load(self._models, self._config.dtype)
+            case ModelLoaded() | ModelFailed():
+                engine.models[frame.model] = frame
+                engine.num_loading -= 1
+                if isinstance(frame, ModelFailed):
+                    _log.error("model %s cannot be loaded: %s", frame.model, frame.message)
+                self._notify()
+            case Pong():
+                engine.pong = frame
+
+    def _notify(self) -> None:
+        """Wake everybody who waits for the engine."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class _Engine:
+    """One engine process, from start to end."""
+
+    def __init__(self, process: asyncio.subprocess.Process, writer: asyncio.StreamWriter) -> None:
+        self._process = process
+        self._writer = writer
+        self.ready: EngineReady | None = None
+        self.models: dict[str, ModelLoaded | ModelFailed] = {}
+        self.num_loading = 0
+        self.calls: dict[int, _Call] = {}
+        self.pong = Pong(0, 0, 0)
+        self.num_missed_pings = 0
+        self.end = ""
+        """How it ended, to be read after "the engine process"."""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, frame: Frame) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(encode(frame))
+
+    def load(self, models: Mapping[str, Path], dtype: str) -> None:
+        for name, path in models.items():
+            self.models.pop(name, None)  # what is known of a removed model of that name is out of date
+            self.send(LoadModel(name, str(path), dtype))
+        self.num_loading += len(models)
+
+    def open(self, request: Generate) -> _Call:
+        call = self.calls[request.id] = _Call(self, request.id, request.credit)
+        self.send(request)
+        return call
+
+    def deliver(self, id: int, frame: Frame) -> None:
+        """Hand `frame` to its call; frames that were under way when the call was left are dropped."""
+        if id in self.calls:
+            self.calls[id].frames.put_nowait(frame)
+
+    def leave(self, call: _Call) -> None:
+        """Forget `call`, and stop its work if it is not over."""
+        self.calls.pop(call.id, None)
+        if not call.is_over:
+            self.send(Cancel(call.id))
+
+    def model_status(self, name: str) -> dict[str, Any]:
+        state = self.models.get(name)
+        if isinstance(state, ModelLoaded):
+            return {"state": "loaded", **msgspec.structs.asdict(state)}
+        if isinstance(state, ModelFailed):
+            return {"state": "failed", "message": state.message}
+        return {"state": "waiting" if self.ready is None else "loading"}
+
+    async def keep_pinging(self, interval_s: float) -> None:
+        """Kill the process when it does not answer any more. Counts pings, not time: this one may sleep too."""
+        number = 0
+        while True:
+            await asyncio.sleep(interval_s)
+            is_busy = self.ready is None or self.num_loading > 0
+            limit = MAX_MISSED_PINGS_LOADING if is_busy else MAX_MISSED_PINGS
+            if self.num_missed_pings >= limit:
+                self.kill(f"did not answer {limit} pings and was killed")
+                return
+            self.num_missed_pings += 1
+            number += 1
+            self.send(Ping(number))
+
+    def kill(self, reason: str) -> None:
+        self.end = reason
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def stop(self) -> None:
+        """Close the socket, which ends the process; returns when it is gone. Calls in flight get to know."""
+        self._writer.close()
+        try:
+            async with asyncio.timeout(EXIT_TIMEOUT_S):
+                code = await self._process.wait()
+        except TimeoutError:
+            self.kill("did not exit and was killed")
+            code = await self._process.wait()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+        self.end = self.end or _how_it_ended(code)
+        for call in self.calls.values():
+            call.frames.put_nowait(None)
+
+
+class _Call:
+    """One generation in an engine: what has arrived for it and was not read yet."""
+
+    def __init__(self, engine: _Engine, id: int, credit: int) -> None:
+        self.id = id
+        self.frames: asyncio.Queue[Frame | None] = asyncio.Queue()
+        self.is_over = False
+        self._engine = engine
+        self._batch = -(-credit // 2)
+        self._num_read = 0
+
+    async def next(self) -> Frame | None:
+        """The next frame; None when the engine is gone."""
+        return await self.frames.get()
+
+    def give_credit(self) -> None:
+        """Note that a delta was read. Credit goes back in batches, so that not every token costs a frame."""
+        self._num_read += 1
+        if self._num_read >= self._batch:
+            self._engine.send(MoreDeltas(self.id, self._num_read))
+            self._num_read = 0
+
+
+def _lost(reason: str) -> EngineLost:
+    return EngineLost(f"the engine process {reason}; a new one is being started: try again", retry_after_s=1)
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

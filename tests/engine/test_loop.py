@@ -1,0 +1,299 @@
+"""The step loop with a tiny model, in its thread, spoken to as the engine process does."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+
+from edge.config import EngineConfig
+from edge.engine.generation import Generation
+from edge.engine.loop import Install, LoadedModel, StepLoop, Stop, Submit
+from edge.engine.runner import load_runner
+from edge.engine.tokenizer import Tokenizer
+from edge.frames import Delta, Done, Failed, MoreDeltas, Ping, Pong, Sampling, Started
+from edge.weights.checkpoint import open_checkpoint
+from workers._wire import Cancel, Frame
+
+HANG_S = 60
+
+
+@dataclass
+class Answer:
+    """All frames of one generation."""
+
+    frames: list[Frame] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(frame.text for frame in self.frames if isinstance(frame, Delta))
+
+    @property
+    def last(self) -> Any:
+        return self.frames[-1]
+
+
+class Loop:
+    """A running step loop with the model `tiny`."""
+
+    def __init__(self, folder: Path, **config: Any) -> None:
+        settings = EngineConfig(**config)
+        checkpoint = open_checkpoint(folder)
+        runner = load_runner(
+            checkpoint,
+            dtype="float32",
+            device="cpu",
+            kv_tokens=settings.kv_tokens,
+            max_running=settings.max_batch_size,
+        )
+        self.model = LoadedModel("tiny", runner, Tokenizer(checkpoint.tokenizer_files()), settings)
+        self.arrived: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self.answers: dict[int, Answer] = {}
+        self.steps = StepLoop(lambda frames: [self.arrived.put(frame) for frame in frames] and None)
+        self.steps.post(Install(self.model))
+        self._thread = threading.Thread(target=self.steps.run)
+
+    def submit(self, number: int, prompt: str = "hello", **changes: Any) -> None:
+        request = tiny_models.request(prompt, id=number, **changes)
+        self.steps.post(Submit("tiny", Generation(request, self.model.tokenizer, self.model.max_length)))
+
+    def start(self) -> None:
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def next(self) -> Frame:
+        self.start()
+        frame = self.arrived.get(timeout=HANG_S)
+        if not isinstance(frame, Pong):
+            self.answers.setdefault(frame.id, Answer()).frames.append(frame)
+        return frame
+
+    def finish(self, *numbers: int) -> list[Answer]:
+        """The answers to these, complete."""
+        while not all(n in self.answers and isinstance(self.answers[n].last, Done | Failed) for n in numbers):
+            self.next()
+        return [self.answers.pop(number) for number in numbers]
+
+    def stop(self) -> None:
+        self.steps.post(Stop())
+        self.start()
+        self._thread.join(HANG_S)
+        assert not self._thread.is_alive()
+        free = self.model.runner.allocator
+        assert free.num_free == free.num_pages or self.model.scheduler.running or self.model.scheduler.waiting
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def make(folder: Path) -> Iterator[Callable[..., Loop]]:
+    loops: list[Loop] = []
+
+    def build(**config: Any) -> Loop:
+        loops.append(Loop(folder, **config))
+        return loops[-1]
+
+    yield build
+    for loop in loops:
+        loop.stop()
+
+
+PROMPTS = ["hello", "x" * 70, "emoji 😀", "a b c " * 20, "?"]
+
+
+def test_an_answer_is_started_deltas_done_with_its_usage(make: Callable[..., Loop]) -> None:
+    loop = make()
+    loop.submit(1)
+    (answer,) = loop.finish(1)
+    assert answer.frames[0] == Started(1, 5)
+    assert all(isinstance(frame, Delta) and frame.text for frame in answer.frames[1:-1])
+    assert isinstance(answer.last, Done)
+    assert answer.last.finish_reason == "length"
+    usage = answer.last.usage
+    assert (usage.input_tokens, usage.cached_input_tokens, usage.output_tokens) == (5, 0, 24)
+    spent = [frame.usage.compute_us for frame in answer.frames[1:]]
+    assert spent == sorted(spent)
+    assert spent[-1] > 0
+
+
+def test_together_everybody_says_what_they_say_alone(make: Callable[..., Loop]) -> None:
+    loop = make(step_tokens=40)
+    alone = []
+    for number, prompt in enumerate(PROMPTS):
+        loop.submit(number, prompt)
+        alone += [answer.text for answer in loop.finish(number)]
+    crowd = make(step_tokens=40)
+    for number, prompt in enumerate(PROMPTS):
+        crowd.submit(number, prompt)
+    assert [answer.text for answer in crowd.finish(*range(5))] == alone
+    assert len(set(alone)) == 5
+
+
+def test_preemption_changes_no_answer(make: Callable[..., Loop]) -> None:
+    roomy, tight = make(), make(kv_tokens=128)
+    for loop in (roomy, tight):
+        for number, prompt in enumerate(PROMPTS[:4]):
+            loop.submit(number, prompt, max_tokens=50 if len(prompt) < 80 else 8)
+    preempted: list[int] = []
+    original = tight.model.scheduler._preempt
+    tight.model.scheduler._preempt = lambda s: (preempted.append(s.id), original(s))[1]  # type: ignore[method-assign]
+    expected, answers = roomy.finish(*range(4)), tight.finish(*range(4))
+    assert preempted
+    assert [answer.text for answer in answers] == [answer.text for answer in expected]
+    assert [a.last.usage.output_tokens for a in answers] == [a.last.usage.output_tokens for a in expected]
+    assert [a.last.usage.input_tokens for a in answers] == [a.last.usage.input_tokens for a in expected]
+
+
+def test_a_seed_gives_the_same_text_in_any_company(make: Callable[..., Loop]) -> None:
+    loop = make()
+    sampling = Sampling(temperature=1.0, top_p=0.9, seed=3)
+    loop.submit(1, sampling=sampling)
+    loop.submit(2, sampling=Sampling(temperature=1.0))
+    loop.submit(3, sampling=Sampling(temperature=1.0))
+    first, other, third = loop.finish(1, 2, 3)
+    loop.submit(4, sampling=sampling)
+    (again,) = loop.finish(4)
+    assert again.text == first.text
+    assert other.text != third.text
+
+
+def test_the_shares_of_a_step_sum_to_its_time(make: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10**12, 1_000_003_000))
+    monkeypatch.setattr("edge.engine.loop.time.perf_counter_ns", lambda: next(clock))
+    loop = make(step_tokens=40)
+    for number, prompt in enumerate(PROMPTS):
+        loop.submit(number, prompt, max_tokens=3)
+    answers = loop.finish(*range(5))
+    total = sum(answer.last.usage.compute_us for answer in answers)
+    assert total % 1_000_003 == 0
+    assert total > 0
+
+
+def test_a_slow_reader_holds_up_only_itself(make: Callable[..., Loop]) -> None:
+    loop = make()
+    loop.submit(1, credit=2)
+    loop.submit(2)
+    loop.finish(2)
+    frames = loop.answers[1].frames
+    assert [type(frame) for frame in frames] == [Started, Delta, Delta]
+    loop.steps.post(MoreDeltas(1, 1000))
+    (slow,) = loop.finish(1)
+    loop.submit(3)
+    (quick,) = loop.finish(3)
+    assert slow.text == quick.text
+
+
+def test_cancel_ends_a_generation_within_one_step(make: Callable[..., Loop]) -> None:
+    loop = make()
+    loop.submit(1, max_tokens=400)
+    while not isinstance(loop.next(), Delta):
+        pass
+    loop.steps.post(Cancel(1))
+    (answer,) = loop.finish(1)
+    assert answer.last.finish_reason == "cancelled"
+    assert 0 < answer.last.usage.output_tokens < 400
+    loop.steps.post(Cancel(1))
+    loop.steps.post(Cancel(99))
+    loop.steps.post(Ping(5))
+    assert loop.next() == Pong(5, 0, 0)
+    assert loop.model.runner.allocator.num_free == loop.model.runner.allocator.num_pages
+
+
+def test_cancel_of_one_that_waits(make: Callable[..., Loop]) -> None:
+    loop = make(max_batch_size=1)
+    loop.submit(1, max_tokens=300)
+    loop.submit(2)
+    loop.steps.post(Cancel(2))
+    loop.steps.post(Cancel(1))
+    assert [answer.last.finish_reason for answer in loop.finish(2, 1)] == ["cancelled", "cancelled"]
+
+
+def test_a_full_queue_refuses(make: Callable[..., Loop]) -> None:
+    loop = make(max_waiting=1)
+    loop.submit(1)
+    loop.submit(2)
+    refused, served = loop.finish(2, 1)
+    assert (refused.last.code, served.last.finish_reason) == (3040, "length")
+    assert len(refused.frames) == 1
+
+
+def test_a_failing_step_fails_its_sequences_and_not_the_engine(
+    make: Callable[..., Loop], capfd: pytest.CaptureFixture[str]
+) -> None:
+    loop = make()
+    original = loop.model.runner.run
+    failures = iter([MemoryError("no room")])
+
+    def run(chunks: list[Any]) -> torch.Tensor:
+        for failure in failures:
+            raise failure
+        return original(chunks)
+
+    loop.model.runner.run = run  # type: ignore[method-assign]
+    loop.submit(1)
+    loop.submit(2)
+    for answer in loop.finish(1, 2):
+        assert isinstance(answer.last, Failed)
+        assert answer.last.code == 1000
+        assert "MemoryError: no room" in answer.last.message
+    assert "MemoryError" in capfd.readouterr().err
+    loop.submit(3)
+    assert loop.finish(3)[0].last.finish_reason == "length"
+
+
+def test_nan_fails_its_own_sequence_and_leaves_nothing_behind(make: Callable[..., Loop]) -> None:
+    loop = make(kv_tokens=64)
+    loop.submit(9)
+    (expected,) = loop.finish(9)
+    embed, bad = loop.model.runner.model.embed, 7
+    good_row = embed[bad].clone()
+    embed[bad] = torch.nan
+    loop.submit(1, prompt="(" if loop.model.tokenizer.encode("(", 9) == [bad] else loop.model.tokenizer.decode([bad]))
+    loop.submit(2)
+    broken, fine = loop.finish(1, 2)
+    assert isinstance(broken.last, Failed)
+    assert "no numbers" in broken.last.message
+    assert broken.last.usage.input_tokens == 1
+    assert fine.text == expected.text
+    embed[bad] = good_row
+    for number in (3, 4, 5, 6):  # whoever gets the pages next
+        loop.submit(number)
+    assert [answer.text for answer in loop.finish(3, 4, 5, 6)] == [expected.text] * 4
+
+
+def test_stop_strings_and_max_tokens(make: Callable[..., Loop]) -> None:
+    loop = make()
+    loop.submit(1)
+    (whole,) = loop.finish(1)
+    stop = whole.text[5:8]
+    loop.submit(2, stop=[stop])
+    (cut,) = loop.finish(2)
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.last.finish_reason == "stop"
+    loop.submit(3, max_tokens=None, prompt="x" * 500)
+    (filled,) = loop.finish(3)
+    assert filled.last.finish_reason == "length"
+    assert filled.last.usage.output_tokens == 12
+
+
+def test_ping_is_answered_between_steps(make: Callable[..., Loop]) -> None:
+    loop = make(max_batch_size=1)
+    loop.submit(1, max_tokens=400)
+    loop.submit(2)
+    loop.submit(3)
+    loop.steps.post(Ping(1))
+    while not isinstance(frame := loop.next(), Pong):
+        pass
+    assert frame == Pong(1, 3, 0)
+    loop.steps.post(Cancel(1))
+    loop.finish(2, 3)

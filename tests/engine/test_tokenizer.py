@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import tiny_models
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge.engine.tokenizer import Detokenizer, Tokenizer
+from edge.errors import InvalidInput, PromptTooLong, WeightsError
+from edge.weights.checkpoint import TokenizerFiles, Vocabulary, open_checkpoint
+
+GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "smollm2_135m_instruct_q4_1.json").read_text())
+LIMIT = 1000
+
+
+@pytest.fixture(scope="module")
+def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFiles:
+    return open_checkpoint(tiny_models.save_folder(tmp_path_factory.mktemp("tiny"))).tokenizer_files()
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_files: TokenizerFiles) -> Tokenizer:
+    return Tokenizer(tiny_files)
+
+
+def changed(files: TokenizerFiles, **changes: Any) -> Tokenizer:
+    return Tokenizer(msgspec.structs.replace(files, **changes))
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [*(detokenizer.add(token) for token in ids), detokenizer.rest()]
+
+
+@pytest.mark.model
+def test_golden_ids_and_templates(model_path: Path) -> None:
+    tokenizer = Tokenizer(open_checkpoint(model_path).tokenizer_files())
+    assert tokenizer.num_tokens == 49152
+    for prompt in GOLDEN["raw_prompts"]:
+        assert tokenizer.encode(prompt["prompt"], LIMIT) == prompt["input_ids"]
+        assert "".join(streamed(tokenizer, prompt["output_ids"])) == prompt["output_text"].removesuffix("<|im_end|>")
+    for chat in GOLDEN["chat_prompts"]:
+        assert tokenizer.render_chat(chat["messages"]) == chat["rendered"]
+        assert tokenizer.encode_chat(chat["messages"], LIMIT) == chat["input_ids"]
+    text = (Path(__file__).parent.parent / "golden" / GOLDEN["perplexity"]["text_file"]).read_text()
+    ids = tokenizer.encode(text, 10_000)
+    assert len(ids) == GOLDEN["perplexity"]["n_tokens"]
+    assert ids[:16] == GOLDEN["perplexity"]["first_16_ids"]
+    for sample in ("héllo 😀👩‍👩‍👧 日本語", " \n\n\t x", "1234567 a1b2", "\u202e\0"):
+        assert "".join(streamed(tokenizer, tokenizer.encode(sample, LIMIT))) == sample
+
+
+def test_a_gguf_vocabulary_and_tokenizer_json_give_the_same_ids(tiny: Tokenizer, tmp_path: Path) -> None:
+    other = Tokenizer(open_checkpoint(tiny_models.save_gguf(tmp_path / "m.gguf")).tokenizer_files())
+    for text in ("Hello <|im_start|>wörld 😀", "", "<|im_end|>"):
+        assert other.encode(text, LIMIT) == tiny.encode(text, LIMIT)
+    assert other.eos_ids == tiny.eos_ids == {tiny_models.END}
+
+
+# -- BOS ---------------------------------------------------------------------------------------------------
+
+
+def test_bos_is_added_once_to_raw_text_and_never_to_a_chat(tiny_files: TokenizerFiles) -> None:
+    with_bos, without = changed(tiny_files, add_bos=True), changed(tiny_files, add_bos=False)
+    (a,) = without.encode("a", LIMIT)
+    assert with_bos.encode("a", LIMIT) == [tiny_models.BOS, a]
+    assert with_bos.encode("<|bos|>a", LIMIT) == [tiny_models.BOS, a]
+    assert tiny_models.BOS not in with_bos.encode_chat([{"role": "user", "content": "a"}], LIMIT)
+    assert with_bos.encode("", LIMIT) == [tiny_models.BOS]
+
+
+def test_bos_of_the_post_processor_is_added_once(tiny_files: TokenizerFiles) -> None:
+    assert tiny_files.tokenizer_json is not None
+    definition = json.loads(tiny_files.tokenizer_json)
+    definition["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|bos|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|bos|>": {"id": "<|bos|>", "ids": [tiny_models.BOS], "tokens": ["<|bos|>"]}},
+    }
+    for add_bos in (None, True):
+        tokenizer = changed(tiny_files, tokenizer_json=json.dumps(definition), add_bos=add_bos)
+        assert tokenizer.encode("a", LIMIT) == tokenizer.encode("<|bos|>a", LIMIT)
+        assert tokenizer.encode("a", LIMIT)[0] == tiny_models.BOS
+        assert len(tokenizer.encode("a", LIMIT)) == 2
+    assert len(changed(tiny_files, tokenizer_json=json.dumps(definition), add_bos=False).encode("a", LIMIT)) == 1
+
+
+# -- length ------------------------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_is_refused_with_both_numbers(tiny: Tokenizer) -> None:
+    assert len(tiny.encode("x" * 50, 50)) == 50
+    with pytest.raises(PromptTooLong, match="the prompt has 51 tokens, but only 50 fit"):
+        tiny.encode("<|bos|>" + "x" * 50, 50)
+    with pytest.raises(PromptTooLong, match="has about 10485760 tokens, but only 50 fit"):
+        tiny.encode("x" * (10 << 20), 50)
+    with pytest.raises(PromptTooLong, match="only 50 fit"):
+        tiny.encode_chat([{"role": "user", "content": "x" * 100}], 50)
+
+
+# -- detokenizer -------------------------------------------------------------------------------------------
+
+
+def test_a_character_comes_out_when_its_last_byte_has_come_in(tiny: Tokenizer) -> None:
+    assert streamed(tiny, tiny.encode("aé😀", LIMIT)) == ["a", "", "é", "", "", "", "😀", ""]
+
+
+def test_an_incomplete_character_at_the_end_is_left_out(tiny: Tokenizer) -> None:
+    assert "".join(streamed(tiny, tiny.encode("ab😀", LIMIT)[:-1])) == "ab"
+
+
+def test_bytes_that_are_no_character_do_not_hold_up_the_text(tiny: Tokenizer) -> None:
+    first, second = tiny.encode("é", LIMIT)
+    assert "".join(streamed(tiny, [second, *tiny.encode("ok", LIMIT)])) == "\ufffdok"
+    pieces = streamed(tiny, [first] * 1000)
+    assert len("".join(pieces[:100])) > 80
+    assert "".join(streamed(tiny, [first] * 1000 + [second])) == "\ufffd" * 999 + "é"
+
+
+def test_special_tokens_are_not_text(tiny: Tokenizer) -> None:
+    assert "".join(streamed(tiny, tiny.encode("a<|im_start|>b", LIMIT))) == "ab"
+
+
+@settings(max_examples=200)
+@given(text=st.text(max_size=30))
+def test_every_text_survives(tiny: Tokenizer, text: str) -> None:
+    pieces = streamed(tiny, tiny.encode(text, LIMIT))
+    result = "".join(pieces)
+    # A text that itself ends in the sign for broken characters is the one exception.
+    assert result == text or (text.endswith("\ufffd") and text.startswith(result))
+    assert all(piece.encode() is not None for piece in pieces)
+
+
+@settings(max_examples=200)
+@given(ids=st.lists(st.integers(0, tiny_models.VOCAB_SIZE - 1) | st.integers(90, 100), max_size=80))
+def test_arbitrary_bytes_give_the_same_text_as_at_once(tiny: Tokenizer, ids: list[int]) -> None:
+    whole, result = tiny.decode(ids), "".join(streamed(tiny, ids))
+    assert whole.startswith(result)
+    assert set(whole[len(result) :]) <= {"\ufffd"}
+
+
+# -- chat templates ----------------------------------------------------------------------------------------
+
+
+def chat(files: TokenizerFiles, template: str | None, **message: Any) -> str:
+    return changed(files, chat_template=template).render_chat([{"role": "user", "content": "hi"} | message])
+
+
+def test_templates_get_what_hugging_face_gives_them(tiny_files: TokenizerFiles) -> None:
+    assert chat(tiny_files, "{{ bos_token }}{{ eos_token }}{{ add_generation_prompt }}") == "<|bos|><|im_end|>True"
+    assert chat(tiny_files, "{{ messages[0] | tojson }}") == '{"role": "user", "content": "hi"}'
+    assert chat(tiny_files, "{{ messages | tojson(indent=1) }}", content="<ü>").count("<ü>") == 1
+    assert chat(tiny_files, "{{ strftime_now('%Y') }}").isdigit()
+    assert chat(tiny_files, "{% for m in messages %}\n  {% if loop.first %}\nx\n  {% endif %}\n{% endfor %}") == "x\n"
+    assert chat(tiny_files, "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
+
+
+def test_what_a_template_refuses_is_the_callers_error(tiny_files: TokenizerFiles) -> None:
+    with pytest.raises(InvalidInput, match="refuses these messages: no tools here"):
+        chat(tiny_files, tiny_models.TEMPLATE, role="tool")
+    with pytest.raises(InvalidInput, match="refuses these messages: can only concatenate str"):
+        chat(tiny_files, "{{ 'a' + messages[0].content }}", content=3)
+    with pytest.raises(InvalidInput, match="has no chat template"):
+        chat(tiny_files, None)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a * b %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{{ 'x' * 10000 }}{% endfor %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    ],
+)
+def test_a_hostile_template_is_stopped(tiny_files: TokenizerFiles, template: str) -> None:
+    with pytest.raises(InvalidInput, match="refuses these messages"):
+        chat(tiny_files, template)
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ x ", "x" * (1 << 21)])
+def test_a_broken_template_is_refused_at_load(tiny_files: TokenizerFiles, template: str) -> None:
+    with pytest.raises(WeightsError, match="the chat template"):
+        changed(tiny_files, chat_template=template)
+
+
+# -- building ----------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_built_is_refused() -> None:
+    good = {"model": "gpt2", "pre": "smollm", "tokens": ["a", "b", "ab"], "types": [1, 1, 1], "merges": ["a b"]}
+
+    def build(**changes: Any) -> Tokenizer:
+        return Tokenizer(TokenizerFiles(vocabulary=Vocabulary(**(good | changes))))
+
+    assert build().encode("ab", LIMIT) == [2]
+    assert build(pre="qwen2").encode("ab", LIMIT) == [2]
+    with pytest.raises(WeightsError, match=r"type 'llama' are not supported \(supported: gpt2\)"):
+        build(model="llama")
+    with pytest.raises(WeightsError, match=r"pre-tokenizer 'x' is not supported \(supported: smollm, qwen2, gpt-2\)"):
+        build(pre="x")
+    with pytest.raises(WeightsError, match="merge 'ab', which is no pair"):
+        build(merges=["ab"])
+    with pytest.raises(WeightsError, match="cannot be used"):
+        build(merges=["a z"])
+    with pytest.raises(WeightsError, match=r"tokenizer\.json cannot be used"):
+        Tokenizer(TokenizerFiles(tokenizer_json="{}"))
+    with pytest.raises(WeightsError, match="no tokenizer"):
+        Tokenizer(TokenizerFiles())

@@ -1,0 +1,197 @@
+"""The local pool with real engine processes and tiny models."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+
+from edge.config import EngineConfig
+from edge.errors import ConfigError, EngineLost, InvalidInput, OutOfCapacity, PromptTooLong, UnknownModel, WeightsError
+from edge.frames import Delta, Done, Generate, Started
+from edge.pool.local import LocalPool
+
+HANG_S = 60
+CONFIG = EngineConfig(num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@asynccontextmanager
+async def running(models: dict[str, Path], config: EngineConfig = CONFIG, **options: Any) -> AsyncIterator[LocalPool]:
+    pool = LocalPool(models, config, **options)
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+async def collect(pool: LocalPool, request: Generate) -> list[Started | Delta | Done]:
+    async with asyncio.timeout(HANG_S):
+        return [frame async for frame in pool.generate(request)]
+
+
+def text(frames: list[Started | Delta | Done]) -> str:
+    return "".join(frame.text for frame in frames if isinstance(frame, Delta))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(HANG_S):
+        while not condition():  # noqa: ASYNC110 - what happens in other processes sets no event
+            await asyncio.sleep(0.02)
+
+
+async def until_dead(pid: int) -> None:
+    stat = Path(f"/proc/{pid}/stat")
+    await until(lambda: not stat.exists() or stat.read_text().rpartition(") ")[2].startswith("Z"))
+
+
+async def test_calls_made_before_the_engine_is_ready_are_served(folder: Path) -> None:
+    async with running({"tiny": folder}) as pool:
+        assert pool.status()["state"] == "starting"
+        first, second = await asyncio.gather(*(collect(pool, tiny_models.request()) for _ in range(2)))
+        assert isinstance(first[0], Started)
+        assert isinstance(first[-1], Done)
+        assert text(first) == text(second)
+        status = pool.status()
+        assert (status["state"], status["num_calls"], status["num_restarts"]) == ("ready", 0, 0)
+        assert status["models"]["tiny"]["state"] == "loaded"
+        assert status["models"]["tiny"]["load_ms"] >= 0
+        pid = status["pid"]
+    await until_dead(pid)
+    with pytest.raises(EngineLost, match="shutting down"):
+        await collect(pool, tiny_models.request())
+
+
+async def test_credit_is_returned_as_deltas_are_read(folder: Path) -> None:
+    async with running({"tiny": folder}) as pool:
+        whole = await collect(pool, tiny_models.request(max_tokens=100))
+        for credit in (0, 1, 3):
+            assert text(await collect(pool, tiny_models.request(max_tokens=100, credit=credit))) == text(whole)
+
+
+async def test_refusals_travel_as_exceptions(folder: Path) -> None:
+    async with running({"tiny": folder}) as pool:
+        with pytest.raises(PromptTooLong, match=r"the prompt has about \d+ tokens, but only 511 fit"):
+            await collect(pool, tiny_models.request("x" * (1 << 20)))
+        with pytest.raises(InvalidInput, match="no tools here"):
+            await collect(pool, tiny_models.request(messages=[{"role": "tool", "content": ""}]))
+        with pytest.raises(UnknownModel, match="'other' is not installed; `edge models list`"):
+            await collect(pool, tiny_models.request(model="other"))
+        assert text(await collect(pool, tiny_models.request()))
+
+
+async def test_a_model_that_cannot_be_loaded_says_why_and_others_work(folder: Path, tmp_path: Path) -> None:
+    corrupt = tmp_path / "corrupt.gguf"
+    corrupt.write_bytes(b"not a model, and never was one")
+    async with running({"bad": corrupt, "tiny": folder}) as pool:
+        assert text(await collect(pool, tiny_models.request()))
+        with pytest.raises(WeightsError, match=r"'bad' cannot be loaded: .*corrupt\.gguf: no GGUF file"):
+            await collect(pool, tiny_models.request(model="bad"))
+        assert pool.status()["models"]["bad"]["state"] == "failed"
+
+
+async def test_closing_the_generator_cancels_the_work(folder: Path) -> None:
+    async with running({"tiny": folder}, ping_interval_s=0.05) as pool:
+        frames = pool.generate(tiny_models.request(max_tokens=400, credit=1000))
+        assert isinstance(await anext(frames), Started)
+        assert isinstance(await anext(frames), Delta)
+        await frames.aclose()
+        await until(lambda: pool.status()["num_running"] == pool.status()["num_calls"] == 0)
+        assert text(await collect(pool, tiny_models.request()))
+
+
+async def test_a_killed_engine_fails_its_calls_and_the_next_ones_work(folder: Path) -> None:
+    async with running({"tiny": folder}) as pool:
+        expected = text(await collect(pool, tiny_models.request()))
+        # Without credit they cannot finish before the engine is gone.
+        stuck = [pool.generate(tiny_models.request(max_tokens=400, credit=1)) for _ in range(3)]
+        for frames in stuck:
+            assert isinstance(await anext(frames), Started)
+        first_pid = pool.status()["pid"]
+        os.kill(first_pid, signal.SIGKILL)
+        for frames in stuck:
+            with pytest.raises(EngineLost, match="was killed by SIGKILL; a new one is being started") as caught:
+                async for _ in frames:
+                    pass
+            assert caught.value.retryable
+        assert text(await collect(pool, tiny_models.request())) == expected
+        status = pool.status()
+        assert status["pid"] != first_pid
+        assert (status["num_restarts"], status["last_failure"]) == (1, "was killed by SIGKILL")
+
+
+async def test_a_hanging_engine_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edge.pool.local.MAX_MISSED_PINGS", 3)
+    async with running({"tiny": folder}, ping_interval_s=0.3) as pool:
+        expected = text(await collect(pool, tiny_models.request()))
+        first_pid = pool.status()["pid"]
+        os.kill(first_pid, signal.SIGSTOP)
+        await until_dead(first_pid)
+        assert text(await collect(pool, tiny_models.request())) == expected
+        assert pool.status()["last_failure"] == "did not answer 3 pings and was killed"
+
+
+async def test_an_engine_that_cannot_start_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edge.pool.local.BACKOFF_S", (0.0, 0.0, 60.0))
+    async with running({"tiny": folder}, EngineConfig(device="cuda:7")) as pool:
+        with pytest.raises(EngineLost, match="exited with code 1 in 3 starts in a row"):
+            await collect(pool, tiny_models.request())
+
+
+async def test_waiting_for_the_engine_is_bounded(folder: Path) -> None:
+    async with running({"tiny": folder}, EngineConfig(max_waiting=2), ready_timeout_s=0.01) as pool:
+        results = await asyncio.gather(
+            *(collect(pool, tiny_models.request()) for _ in range(3)), return_exceptions=True
+        )
+    assert [type(result) for result in results] == [EngineLost, EngineLost, OutOfCapacity]
+    assert "it has not started yet" in str(results[0])
+    assert "2 calls are waiting" in str(results[2])
+
+
+def test_a_budget_that_starves_prompts_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"step_tokens \(8\) must be greater than max_batch_size \(8\)"):
+        LocalPool({"tiny": folder}, EngineConfig(step_tokens=8, max_batch_size=8))
+
+
+NODE = """
+import asyncio, sys
+from pathlib import Path
+import tiny_models
+from edge.config import EngineConfig
+from edge.pool.local import LocalPool
+
+async def main():
+    pool = LocalPool({"tiny": Path(sys.argv[1])}, EngineConfig(num_threads=1))
+    await pool.start()
+    async for frame in pool.generate(tiny_models.request(max_tokens=400, credit=1)):
+        print(pool.status()["pid"], flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+async def test_nothing_is_left_when_the_node_is_killed(folder: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(tiny_models.__file__).parent)}
+    node = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", NODE, str(folder), stdout=asyncio.subprocess.PIPE, env=environment
+    )
+    assert node.stdout is not None
+    pid = int(await node.stdout.readline())
+    assert Path(f"/proc/{pid}").exists()
+    node.kill()
+    await node.communicate()
+    await until_dead(pid)
