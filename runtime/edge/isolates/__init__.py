@@ -1,0 +1,1 @@
+"""Handler processes: a zygote forks them, `dispatch` sends them events."""

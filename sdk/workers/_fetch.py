@@ -1,0 +1,59 @@
+"""`fetch`: an HTTP request from a handler. The node sends it, because a handler process has no network of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workers import _runtime
+from workers._headers import header_pairs
+from workers._wire import CallFailed, FrameError, ResultHead, Subrequest
+from workers.request import Request
+from workers.response import Response
+
+_OPTIONS = frozenset({"method", "headers", "body", "redirect", "cf"})
+
+
+async def fetch(resource: str | Request, **options: Any) -> Response:
+    """Fetch a URL or send a `Request`; the response's body streams.
+
+    Options are `method`, `headers`, `body`, `redirect` (`follow`, `manual`, `error`) and `cf` (no effect here).
+
+    Raises:
+        OSError: no response: the host is unknown or unreachable, it took too long, a redirect was an error, …
+        TypeError, ValueError: a wrong argument, as for `Request`.
+        RuntimeError: called outside of a running worker.
+    """
+    unknown = sorted(options.keys() - _OPTIONS)
+    if unknown:
+        raise TypeError(f"fetch() has no option {', '.join(unknown)}; it has {', '.join(sorted(_OPTIONS))}")
+    if _runtime.runtime is None:
+        raise RuntimeError("fetch() works only inside a running worker; start it with `edge dev`")
+    request = Request(resource, **options)
+    content = request._take()
+    headers = header_pairs(request.headers)
+    if isinstance(content, bytes) and "content-length" not in request.headers:
+        headers.append(("content-length", str(len(content))))
+    calls = _runtime.runtime.calls
+    frame = Subrequest(
+        id=calls.next_id(),
+        invocation=_runtime.invocation_id(),
+        method=str(request.method),
+        url=request.url,
+        headers=headers,
+        has_body=content is not None,
+        redirect=request.redirect,
+    )
+    try:
+        answer, stream = await calls.ask(frame, content)
+    except FrameError as error:
+        raise ValueError(f"fetch({request.url!r}): {error}") from error
+    if isinstance(answer, CallFailed):
+        raise OSError(answer.message)
+    assert isinstance(answer, ResultHead)
+    return Response._received(
+        stream, answer.status, answer.headers, answer.url, redirected=_differ(answer.url, request.url)
+    )
+
+
+def _differ(final_url: str, asked_url: str) -> bool:
+    return final_url.partition("#")[0] != asked_url.partition("#")[0]

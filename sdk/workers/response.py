@@ -1,0 +1,186 @@
+"""`Response`: what a handler returns, and what `fetch` gives it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from http import HTTPStatus
+from http.client import HTTPMessage
+from typing import Any, Self, overload
+
+from workers._body import Body, Content, to_content
+from workers._headers import add_header, header_pairs, merge_headers, parse_headers
+from workers._urls import normalise
+
+NULL_BODY_STATUSES = frozenset({101, 103, 204, 205, 304})
+REDIRECT_STATUSES = frozenset({301, 302, 303, 307, 308})
+
+
+class HttpStatusError(OSError):
+    """`raise_for_status()` found a status of 400 or more."""
+
+    def __init__(self, status: int, status_text: str, url: str) -> None:
+        super().__init__(f"{status} {status_text} for url: {url}" if url else f"{status} {status_text}")
+        self.status = status
+        self.status_text = status_text
+        self.url = url
+
+
+class _Json:
+    """`Response.json(value)` on the class makes a response; `await response.json()` on an instance reads one."""
+
+    @overload
+    def __get__(self, instance: None, owner: type[Response]) -> Callable[..., Response]: ...
+    @overload
+    def __get__(self, instance: Response, owner: type[Response]) -> Callable[..., Coroutine[Any, Any, Any]]: ...
+    def __get__(self, instance: Response | None, owner: type[Response]) -> Callable[..., Any]:
+        return owner.from_json if instance is None else instance._parse_json
+
+
+class Response(Body):
+    """An HTTP response.
+
+    Args:
+        body: None, str, bytes, an async generator or iterable, a sync iterator, another response's `body`, or
+            a stream from `env.AI.run`. Another `Response` is taken over whole.
+        status: 200 to 599.
+        status_text: reason phrase, for readers of this object; HTTP/2 and our wire do not carry it.
+        headers: dict, or list of (name, value) tuples (several `set-cookie`, for example).
+        web_socket: not supported.
+
+    Raises:
+        TypeError: a body or headers of another type, or a body with a status that has none (204, 304, …).
+        ValueError: a status out of range, an illegal header, or options beside a whole `Response`.
+        OSError: the given stream or response was read already.
+    """
+
+    def __init__(
+        self,
+        body: Any = None,
+        status: int | HTTPStatus | None = None,
+        status_text: str = "",
+        headers: Any = None,
+        web_socket: Any = None,
+    ) -> None:
+        if web_socket is not None:
+            raise ValueError("Response(web_socket=…) is not supported by this runtime: it serves no WebSockets yet")
+        if isinstance(body, Response):
+            if status or status_text or headers:
+                raise ValueError("Expected no options when a Response is given: it brings its own status and headers")
+            self._assume(body._take(), body.status, body.status_text, body.headers, body.url, body.redirected)
+            return
+        status = _checked_status(status)
+        content = to_content(body, "Response")
+        if status in NULL_BODY_STATUSES:
+            if content:
+                raise TypeError(f"A response with status {status} cannot have a body")
+            content = None
+        message = parse_headers(headers)
+        if isinstance(body, str) and content is not None and "content-type" not in message:
+            add_header(message, "content-type", "text/plain;charset=UTF-8")
+        self._assume(content, status, status_text, message)
+
+    json = _Json()
+
+    @classmethod
+    def from_json(
+        cls, data: Any, status: int | HTTPStatus | None = None, status_text: str = "", headers: Any = None
+    ) -> Self:
+        """`data` as JSON (`json.dumps` with its defaults), `application/json` unless the headers say otherwise.
+
+        Raises:
+            TypeError: `data` cannot be written as JSON.
+        """
+        response = cls(json.dumps(data).encode(), status, status_text, headers)
+        if "content-type" not in response.headers:
+            add_header(response.headers, "content-type", "application/json")
+        return response
+
+    @classmethod
+    def redirect(cls, url: str, status: int | HTTPStatus = 302) -> Self:
+        """A redirect to the absolute `url`.
+
+        Raises:
+            TypeError: `url` is not absolute.
+            ValueError: `status` is none of 301, 302, 303, 307, 308.
+        """
+        if status not in REDIRECT_STATUSES:
+            raise ValueError(f"{status} is no redirect status; use one of {sorted(REDIRECT_STATUSES)}")
+        return cls(None, status, headers={"location": normalise(url)})
+
+    @property
+    def ok(self) -> bool:
+        """Whether the status is 200 to 299."""
+        return 200 <= self.status < 300
+
+    def raise_for_status(self) -> None:
+        """Raise HttpStatusError (an OSError) if the status is 400 or more."""
+        if self.status >= 400:
+            raise HttpStatusError(self.status, self.status_text or _phrase(self.status), self.url)
+
+    def clone(self) -> Response:
+        """A second response with the same body. Raises OSError if the body was used already."""
+        return self._with(self._copy())
+
+    def replace_body(self, body: Any) -> Response:
+        """A response with this one's status and headers, and another body."""
+        return self._with(to_content(body, "Response"))
+
+    def __repr__(self) -> str:
+        shown = [f"status={self.status}"]
+        if self.status_text:
+            shown.append(f"status_text={self.status_text!r}")
+        shown.append(f"content_type={self.headers.get('content-type')!r}")
+        if self.url:
+            shown.append(f"url={self.url!r}")
+        return f"Response({', '.join(shown)})"
+
+    @classmethod
+    def _received(
+        cls, content: Content, status: int, headers: list[tuple[str, str]], url: str, redirected: bool
+    ) -> Self:
+        """A response that came from elsewhere; nothing in it is checked."""
+        response = cls.__new__(cls)
+        response._assume(content, status, _phrase(status), merge_headers(headers), url, redirected)
+        return response
+
+    def _assume(
+        self,
+        content: Content,
+        status: int,
+        status_text: str,
+        headers: HTTPMessage,
+        url: str = "",
+        redirected: bool = False,
+    ) -> None:
+        self._content = content
+        self.status = status
+        self.status_text = status_text
+        self.headers = headers
+        """Case-insensitive, with `get_all()`. `headers[name] = value` adds; `del` first to replace."""
+        self.url = url
+        """Where a fetched response came from, after redirects; empty for one's own."""
+        self.redirected = redirected
+
+    def _with(self, content: Content) -> Response:
+        response = Response.__new__(Response)
+        headers = parse_headers(header_pairs(self.headers))
+        response._assume(content, self.status, self.status_text, headers, self.url, self.redirected)
+        return response
+
+
+def _checked_status(status: Any) -> int:
+    if not status:
+        return 200
+    if not isinstance(status, int):
+        raise TypeError(f"status must be an int or HTTPStatus, not {type(status).__name__}")
+    if not 200 <= status <= 599:
+        raise ValueError(f"status must be 200 to 599, not {int(status)}")
+    return int(status)
+
+
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return ""
