@@ -169,7 +169,7 @@ async def test_the_developer_sees_the_traceback(site: Site) -> None:
         page = await client.get("/raise", headers={"accept": "text/html,*/*"})
     assert plain.status_code == page.status_code == 500
     assert 'raise ValueError("<b>secret</b>")' in plain.text
-    assert "ValueError: &lt;b&gt;secret&lt;/b&gt;" in page.text
+    assert "<h1>ValueError: &lt;b&gt;secret&lt;/b&gt;</h1>" in page.text
     assert "<b>" not in page.text
 
 

@@ -217,4 +217,4 @@ async def _close(response: OutboundResponse) -> None:
 
 def _with_traceback(error: EdgeError) -> str:
     traceback = getattr(error, "traceback", "")
-    return f"{error.message}\n{traceback}" if traceback else error.message
+    return f"{pages.headline(error)}\n{traceback}" if traceback else pages.headline(error)

@@ -19,9 +19,15 @@ def dev_error(error: EdgeError, request: str, *, html: bool) -> tuple[str, bytes
     """Content type and body for the developer: everything that is known."""
     traceback = getattr(error, "traceback", "")
     if not html:
-        return "text/plain; charset=utf-8", f"{error.message}\n\n{traceback}".rstrip().encode() + b"\n"
+        return "text/plain; charset=utf-8", f"{headline(error)}\n\n{traceback}".rstrip().encode() + b"\n"
     details = f"<pre>{escape(traceback)}</pre>" if traceback else ""
-    return _html(f"{error.name}", error.message, f"{request} · code {error.code}", details)
+    return _html(f"{error.name}", headline(error), f"{request} failed. Error {error.code}, {error.name}.", details)
+
+
+def headline(error: EdgeError) -> str:
+    """The error in a line; that of a handler begins with the type of its exception, as in a traceback."""
+    kind = getattr(error, "type", "")
+    return f"{kind}: {error.message}" if kind else error.message
 
 
 def public_error(error: EdgeError, error_id: str, *, html: bool) -> tuple[str, bytes]:
