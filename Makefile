@@ -46,7 +46,7 @@ lint: $(TESTABLE)
 
 bench: $(TESTABLE) $(MODEL)
 	@if [ -f bench/__main__.py ]; then exec $(BIN)/python -m bench; \
-	else echo "There are no benchmarks yet: they come with the engine's kernels (see CHANGELOG.md)."; fi
+	else echo "There are no benchmarks yet."; fi
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build

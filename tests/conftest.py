@@ -15,17 +15,20 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from helpers import EDGE
 
+from edge.weights.manifest import DEFAULT_NAME
 from edge.weights.store import ModelStore
 
+# A shell that starts the tests in the background has them ignore SIGINT, and what they start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 ROOT = Path(__file__).parent.parent
-MODEL_NAME = "smollm2-135m-instruct"
 START_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 30
 
@@ -34,7 +37,7 @@ STOP_TIMEOUT_S = 30
 def model_path() -> Path:
     """The packaged default model, a GGUF file."""
     given = os.environ.get("EDGE_TEST_MODEL")
-    path = Path(given) if given else ROOT / ".edge" / "models" / MODEL_NAME / "model.gguf"
+    path = Path(given) if given else ROOT / ".edge" / "models" / DEFAULT_NAME / "model.gguf"
     if not path.is_file():
         pytest.fail(f"{path} is missing; `make test` fetches it, or name a copy in EDGE_TEST_MODEL")
     return path
@@ -44,7 +47,7 @@ def model_path() -> Path:
 def shared_models(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `models` folder of a store with the packaged model in it."""
     root = tmp_path_factory.mktemp("store") / "models"
-    ModelStore(root).add(str(model_path), MODEL_NAME)
+    ModelStore(root).add(str(model_path), DEFAULT_NAME)
     return root
 
 
@@ -60,9 +63,8 @@ class EdgeDev:
     """A running `edge dev`; `output` is what it has printed so far, both streams."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        command = [sys.executable, "-c", "from edge.cli import main; main()", "dev", "--port", "0", *arguments]
         self.process = subprocess.Popen(
-            command,
+            [*EDGE, "dev", "--port", "0", *arguments],
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -12,9 +12,9 @@ from edge.billing.meter import UsageRecord, new_id
 from edge.billing.prices import load_prices
 from edge.errors import MeteringUnavailable
 from edge.frames import Delta, Done, Generate, Started, Usage
-from edge.weights.manifest import Manifest
+from edge.weights.manifest import DEFAULT_NAME, Manifest
 
-MODEL = "smollm2-135m-instruct"
+MODEL = DEFAULT_NAME
 STAND_IN = "@cf/meta/llama-3.2-1b-instruct"
 
 

@@ -1,4 +1,4 @@
-"""Each example as a user runs it: `edge dev` in its folder, called over HTTP."""
+"""Each example, and the worker of `edge init`, as a user runs it: `edge dev` in its folder, called over HTTP."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from click.testing import CliRunner
+from helpers import sse_events
 
 from edge.cli import cli
 
@@ -62,15 +63,15 @@ def test_chat(edge_dev: EdgeDev, state_dir: Path, tmp_path: Path) -> None:
 
         events = client.get("/", params={"q": "Count from 1 to 9.", "stream": "sse"})
         assert events.headers["content-type"] == "text/event-stream"
-        frames = events.text.strip().split("\n\n")
-        assert frames[-1] == "data: [DONE]"
-        usages = [json.loads(frame.removeprefix("data: ")).get("usage") for frame in frames[:-1]]
-        assert 0 < usages[-1]["completion_tokens"] <= 32
+        *frames, done = sse_events(events.text)
+        assert done == "[DONE]"
+        num_tokens = frames[-1]["usage"]["completion_tokens"]
+        assert 0 < num_tokens <= 32
     records = usage(state_dir)
     assert [(record["worker"], record["status"], record["trigger"]) for record in records] == [
         ("chat", "ok", "binding")
     ] * 3
-    assert records[0]["output_tokens"] == usages[-1]["completion_tokens"]
+    assert records[0]["output_tokens"] == num_tokens
 
 
 @pytest.mark.model
@@ -94,3 +95,17 @@ def test_summarize(edge_dev: EdgeDev, state_dir: Path) -> None:
         record["input_tokens"] + record["cached_input_tokens"] + record["output_tokens"] for record in (one, other)
     ]
     assert tokens == [first["num_tokens"]] * 2
+
+
+@pytest.mark.model
+def test_a_new_worker(edge_dev: EdgeDev, state_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "my-worker"
+    assert CliRunner().invoke(cli, ["init", "my-worker", "--dir", str(folder)]).exit_code == 0
+    url, _ = edge_dev(folder, "--no-reload", "--state-dir", str(state_dir))
+    with httpx.Client(base_url=url, timeout=CALL_TIMEOUT_S) as client:
+        assert client.get("/").text.startswith("Ask me something: /?q=")
+        answer = client.get("/", params={"q": "What is the capital of France?"}).json()
+    assert list(answer) == ["answer"]
+    assert len(answer["answer"].strip()) > 0
+    [record] = usage(state_dir)
+    assert (record["worker"], record["model"]) == ("my-worker", "@cf/meta/llama-3.2-1b-instruct")

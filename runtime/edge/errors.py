@@ -154,16 +154,6 @@ class OutOfCapacity(EdgeError):
     retryable = True
 
 
-class CallTimeout(EdgeError):
-    """The call took longer than its time limit."""
-
-    code = 3007
-    status = 408
-    name = "Timeout"
-    openai_type = "timeout_error"
-    retryable = True
-
-
 class EngineLost(EdgeError):
     """The engine process died or could not be reached; a new one is being started."""
 
@@ -242,7 +232,6 @@ BY_CODE: dict[int, type[EdgeError]] = {
         PromptTooLong,
         RequestTooLarge,
         OutOfCapacity,
-        CallTimeout,
         EngineLost,
         MeteringUnavailable,
     )

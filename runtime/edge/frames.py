@@ -11,6 +11,9 @@ from typing import Any
 
 from workers._wire import Cancel, Frame
 
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1000
+
 # -- node to engine ----------------------------------------------------------------------------------------
 
 
@@ -20,6 +23,12 @@ class LoadModel(Frame):
     model: str
     path: str
     dtype: str
+
+
+class UnloadModel(Frame):
+    """Forget `model`; its requests fail. A `LoadModel` of that name loads the files anew."""
+
+    model: str
 
 
 class Sampling(Frame):
@@ -39,7 +48,8 @@ class Generate(Frame):
 
     With `prompt`, the chat template is applied to it as one user message unless `raw`.
     `max_tokens` None means: up to the model's context length. `credit` is the number of `Delta`s that the
-    node has room for; `Credit` frames add to it, and a sequence without credit is not scheduled.
+    node has room for; `MoreDeltas` adds to it, and a sequence without credit is not scheduled. There are at most
+    `MAX_STOPS` strings in `stop`, of 1 to `MAX_STOP_CHARS` characters.
     """
 
     id: int
@@ -113,7 +123,11 @@ class Started(Frame):
 
 
 class Delta(Frame):
-    """More text of `id` (never a broken character), and the usage up to here."""
+    """More text of `id` (never a broken character), and the usage up to here.
+
+    Without text, it comes from a step that computed a part of the prompt or whose text is held back: a call that is
+    cancelled or lost then is billed for what was done.
+    """
 
     id: int
     text: str
@@ -129,12 +143,13 @@ class Done(Frame):
 
 
 class Failed(Frame):
-    """`id` was refused or failed; `code` is a key of `edge.errors.BY_CODE`."""
+    """`id` was refused or failed; `code` is a key of `edge.errors.BY_CODE`, `param` the input that is at fault."""
 
     id: int
     code: int
     message: str
     usage: Usage
+    param: str | None = None
 
 
 class Pong(Frame):
@@ -145,5 +160,5 @@ class Pong(Frame):
     num_running: int
 
 
-ToEngine = LoadModel | Generate | MoreDeltas | Cancel | Ping
+ToEngine = LoadModel | UnloadModel | Generate | MoreDeltas | Cancel | Ping
 ToNode = EngineReady | ModelLoaded | ModelFailed | Started | Delta | Done | Failed | Pong

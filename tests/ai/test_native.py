@@ -1,9 +1,9 @@
 import asyncio
-import json
 from typing import Any
 
 import pytest
 from doubles import MODEL, PRINCIPAL, STAND_IN, ListMeter, ScriptedPool, answer, make_gate
+from helpers import sse_events
 
 from edge.ai.answers import AnswerStream
 from edge.ai.native import run_binding
@@ -24,9 +24,8 @@ async def stream(pool: ScriptedPool, meter: ListMeter | None = None) -> AnswerSt
     return result
 
 
-def payloads(chunks: list[bytes]) -> list[Any]:
-    assert all(chunk.startswith(b"data: ") and chunk.endswith(b"\n\n") and chunk.count(b"\n") == 2 for chunk in chunks)
-    return [json.loads(chunk[6:]) if chunk != b"data: [DONE]\n\n" else "[DONE]" for chunk in chunks]
+async def events(pool: ScriptedPool, meter: ListMeter | None = None) -> list[Any]:
+    return sse_events(b"".join([chunk async for chunk in await stream(pool, meter)]))
 
 
 async def test_result() -> None:
@@ -35,15 +34,20 @@ async def test_result() -> None:
 
 
 async def test_stream() -> None:
-    frames = payloads([chunk async for chunk in await stream(ScriptedPool(*answer("1", "é\n")))])
+    frames = await events(ScriptedPool(*answer("1", "é\n")))
     assert [frame["response"] for frame in frames[:-1]] == ["1", "é\n", ""]
     assert [set(frame) for frame in frames[:2]] == [{"response", "p"}] * 2
     assert frames[2] == {"response": "", "finish_reason": "stop", "usage": USAGE}
     assert frames[3:] == ["[DONE]"]
 
 
+async def test_a_delta_without_text_makes_no_event() -> None:
+    frames = await events(ScriptedPool(*answer("", "1", "")))
+    assert [frame["response"] for frame in frames[:-1]] == ["1", ""]
+
+
 async def test_an_error_in_a_stream_is_told_in_both_dialects_and_is_not_the_end_of_a_complete_one() -> None:
-    frames = payloads([chunk async for chunk in await stream(ScriptedPool(*answer("1")[:2], EngineLost("it died")))])
+    frames = await events(ScriptedPool(*answer("1")[:2], EngineLost("it died")))
     assert frames[-1] == {
         "response": "",
         "success": False,
@@ -56,7 +60,7 @@ async def test_an_error_in_a_stream_is_told_in_both_dialects_and_is_not_the_end_
 
 
 async def test_an_unwritten_record_withholds_the_end_of_the_stream() -> None:
-    frames = payloads([chunk async for chunk in await stream(ScriptedPool(*answer("1")), ListMeter(fails=True))])
+    frames = await events(ScriptedPool(*answer("1")), ListMeter(fails=True))
     assert frames[-1]["errors"][0]["code"] == 3044
     assert "[DONE]" not in frames
 

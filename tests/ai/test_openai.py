@@ -1,9 +1,9 @@
-import json
 import time
 from typing import Any
 
 import pytest
 from doubles import MODEL, PRINCIPAL, STAND_IN, ScriptedPool, answer, catalogue, make_gate
+from helpers import sse_events
 
 from edge.ai.answers import AnswerStream
 from edge.ai.openai import chat_completion, model_list
@@ -15,8 +15,7 @@ BODY = {"model": STAND_IN, "messages": [{"role": "user", "content": "hi"}]}
 async def chunks(pool: ScriptedPool, **extra: Any) -> list[Any]:
     result = await chat_completion(make_gate(pool), PRINCIPAL, {**BODY, "stream": True, **extra})
     assert isinstance(result, AnswerStream)
-    lines = [chunk.decode().removeprefix("data: ").removesuffix("\n\n") async for chunk in result]
-    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+    return sse_events(b"".join([chunk async for chunk in result]))
 
 
 async def test_completion() -> None:
@@ -46,7 +45,7 @@ async def test_completion() -> None:
 
 
 async def test_chunks() -> None:
-    *got, end = await chunks(ScriptedPool(*answer("a", "b")))
+    *got, end = await chunks(ScriptedPool(*answer("", "a", "", "b")))
     assert end == "[DONE]"
     assert {(chunk["object"], chunk["id"], chunk["model"]) for chunk in got} == {
         ("chat.completion.chunk", "chatcmpl-r-1", STAND_IN)

@@ -67,6 +67,36 @@ async def test_what_is_queued_is_written_before_closing(path: Path) -> None:
         await ledger.record(usage_record())
 
 
+@pytest.mark.parametrize("removed", [[""], ["-wal"], ["", "-wal", "-shm"], None])
+async def test_a_ledger_that_is_removed_while_it_is_open_is_begun_anew(
+    ledger: Ledger, path: Path, removed: list[str] | None
+) -> None:
+    book = load_prices()
+    ledger.add_price_book(book)
+    await ledger.record(usage_record(id="before"))
+    if removed is None:
+        path.parent.rename(path.parent.with_name("moved"))
+    else:
+        for suffix in removed:
+            Path(f"{path}{suffix}").unlink()
+    await asyncio.gather(*(ledger.record(usage_record(id=id)) for id in ("a", "b")))
+    await ledger.record(usage_record(id="c"))
+    assert {"a", "b", "c"} <= set(ids(path))
+    with opened(path) as database:
+        assert price_books(database) == {book.id: book}
+
+
+async def test_a_ledger_that_is_replaced_by_something_else_is_not_written_to(ledger: Ledger, path: Path) -> None:
+    await ledger.record(usage_record())
+    path.unlink()
+    path.write_bytes(b"something else" * 100)
+    with pytest.raises(MeteringUnavailable):
+        await ledger.record(usage_record())
+    path.unlink()
+    await ledger.record(usage_record(id="again"))
+    assert ids(path) == ["again"]
+
+
 async def test_a_cancelled_caller_does_not_stop_the_others(ledger: Ledger, path: Path) -> None:
     first, second = (asyncio.create_task(ledger.record(usage_record(id=id))) for id in ("a", "b"))
     await asyncio.sleep(0)
@@ -143,7 +173,7 @@ async def test_latest_records_can_be_narrowed(ledger: Ledger, path: Path) -> Non
         await ledger.record(usage_record(id=str(second), ended_at=second * 10**6, model=model, served_by="real"))
     assert ids(path) == ["4", "3", "2", "1", "0"]
     assert [record.id for record in latest_records(path, limit=2)] == ["4", "3"]
-    assert [record.id for record in latest_records(path, limit=9, since_us=10**6, until_us=3 * 10**6)] == ["2", "1"]
+    assert [record.id for record in latest_records(path, limit=9, since_us=3 * 10**6)] == ["4", "3"]
     assert [record.id for record in latest_records(path, limit=9, model="odd")] == ["3", "1"]
     assert len(latest_records(path, limit=9, model="real")) == 5
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
+from helpers import EDGE
 
 from edge.cli import cli
 from edge.weights.manifest import Manifest
@@ -74,3 +77,16 @@ def test_a_broken_model_is_warned_about(tmp_path: Path) -> None:
     assert (result.exit_code, json.loads(result.stdout)) == (0, [])
     assert result.stderr.startswith("warning: ")
     assert "torn/manifest.json is no usable model manifest" in result.stderr
+
+
+def test_in_a_terminal_a_bar_shows_how_far_it_is(tmp_path: Path, folder: Path) -> None:
+    terminal, its_end = os.openpty()
+    command = [*EDGE, "models", "add", str(folder), "--state-dir", str(tmp_path / "state")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=its_end, timeout=60, check=True)
+    os.close(its_end)
+    shown = os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    for what in ("Copying", "Checking"):
+        assert f"\r  {what:<9}{'━' * 30} {size} B of {size} B" in shown
+    assert done.stdout == b""

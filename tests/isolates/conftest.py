@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import is_alive
 
 from edge.config import LimitsConfig
 from edge.isolates.dispatch import Bundle, InboundRequest, Isolates, JsonAnswer, OutboundResponse
@@ -102,15 +103,6 @@ async def until(condition: Any) -> None:
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110 - the condition is about other processes
             await asyncio.sleep(0.005)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
 
 
 def children_of(pid: int) -> list[int]:

@@ -8,6 +8,7 @@ import httpx
 import pytest
 import uvicorn
 from doubles import MODEL, STAND_IN, ListMeter, ScriptedPool, answer, make_gate
+from helpers import sse_events
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.applications import Starlette
@@ -66,9 +67,9 @@ async def test_run_streams(client: httpx.AsyncClient) -> None:
     assert response.headers["content-type"] == "text/event-stream"
     assert "content-length" not in response.headers
     assert "cf-ai-neurons" not in response.headers
-    lines = response.text.split("\n\n")
-    assert [json.loads(line[6:])["response"] for line in lines[:-2]] == ["1", "2", ""]
-    assert lines[-2:] == ["data: [DONE]", ""]
+    *events, done = sse_events(response.text)
+    assert [event["response"] for event in events] == ["1", "2", ""]
+    assert done == "[DONE]"
 
 
 async def test_chat_completions_are_bare(client: httpx.AsyncClient) -> None:

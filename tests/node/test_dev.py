@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from edge.config import AiConfig, Config, EngineConfig, LimitsConfig
 from edge.errors import PortInUse, UsageError
-from edge.node.dev import _listen, _public_address
+from edge.node.dev import _listen, _only_at_start, _public_address
 
 
 def close(sockets: list[socket.socket]) -> None:
@@ -41,3 +44,11 @@ def test_an_address_that_is_not_here() -> None:
         _listen("192.0.2.1", 0)
     with pytest.raises(UsageError, match=r"cannot listen on no such host"):
         _listen("no such host", 0)
+
+
+def test_what_only_a_new_start_takes_over_is_named(tmp_path: Path) -> None:
+    running = Config("demo", tmp_path / "worker.py", ai=AiConfig(models={"@cf/a": "b"}))
+    taken_over = replace(running, name="other", vars={"A": 1}, ai=AiConfig("LLM", {"@cf/a": "b"}))
+    assert _only_at_start(running, taken_over) == []
+    changed = replace(running, limits=LimitsConfig(1.0), engine=EngineConfig(dtype="bfloat16"), ai=None)
+    assert _only_at_start(running, changed) == ["limits", "engine", "ai.models"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import tiny_models
+from helpers import is_alive
 
 from edge.config import EngineConfig
 from edge.errors import ConfigError, EngineLost, InvalidInput, OutOfCapacity, PromptTooLong, UnknownModel, WeightsError
@@ -54,8 +55,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def until_dead(pid: int) -> None:
-    stat = Path(f"/proc/{pid}/stat")
-    await until(lambda: not stat.exists() or stat.read_text().rpartition(") ")[2].startswith("Z"))
+    await until(lambda: not is_alive(pid))
 
 
 async def test_calls_made_before_the_engine_is_ready_are_served(folder: Path) -> None:
@@ -86,8 +86,9 @@ async def test_refusals_travel_as_exceptions(folder: Path) -> None:
     async with running({"tiny": folder}) as pool:
         with pytest.raises(PromptTooLong, match=r"the prompt has about \d+ tokens, but only 511 fit"):
             await collect(pool, tiny_models.request("x" * (1 << 20)))
-        with pytest.raises(InvalidInput, match="no tools here"):
+        with pytest.raises(InvalidInput, match="no tools here") as caught:
             await collect(pool, tiny_models.request(messages=[{"role": "tool", "content": ""}]))
+        assert caught.value.param == "messages"
         with pytest.raises(UnknownModel, match="'other' is not installed; `edge models list`"):
             await collect(pool, tiny_models.request(model="other"))
         assert text(await collect(pool, tiny_models.request()))
@@ -101,6 +102,21 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_others_work(folder: Pa
         with pytest.raises(WeightsError, match=r"'bad' cannot be loaded: .*corrupt\.gguf: no GGUF file"):
             await collect(pool, tiny_models.request(model="bad"))
         assert pool.status()["models"]["bad"]["state"] == "failed"
+
+
+async def test_a_model_that_is_replaced_under_its_name_answers_as_the_new_one(folder: Path, tmp_path: Path) -> None:
+    other = tiny_models.save_folder(tmp_path / "other", seed=1)
+    async with running({"tiny": folder}) as pool:
+        first = text(await collect(pool, tiny_models.request()))
+        pool.update({})
+        with pytest.raises(UnknownModel):
+            await collect(pool, tiny_models.request())
+        pool.update({"tiny": other})
+        second = text(await collect(pool, tiny_models.request()))
+        assert second != first
+        pool.update({})
+        pool.update({"tiny": folder})
+        assert text(await collect(pool, tiny_models.request())) == first
 
 
 async def test_closing_the_generator_cancels_the_work(folder: Path) -> None:
@@ -191,7 +207,7 @@ async def test_nothing_is_left_when_the_node_is_killed(folder: Path) -> None:
     )
     assert node.stdout is not None
     pid = int(await node.stdout.readline())
-    assert Path(f"/proc/{pid}").exists()
+    assert is_alive(pid)
     node.kill()
     await node.communicate()
     await until_dead(pid)

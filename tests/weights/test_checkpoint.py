@@ -136,7 +136,7 @@ def test_broken_folders_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"config\.json: is not valid JSON"):
         open_checkpoint(copy)
     (copy / "config.json").write_text("[]")
-    with pytest.raises(WeightsError, match="is not a JSON object"):
+    with pytest.raises(WeightsError, match=r"config\.json: cannot be used: Expected `object`"):
         open_checkpoint(copy)
     (copy / "config.json").unlink()
     with pytest.raises(WeightsError, match=r"config\.json: is missing"):
@@ -158,7 +158,7 @@ def test_broken_safetensors_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="has no place in a llama model"):
         list(open_checkpoint(copy).tensors())
     (copy / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other.safetensors"}}')
-    with pytest.raises(WeightsError, match="there is no such file in the model's folder"):
+    with pytest.raises(WeightsError, match="which is not in the folder"):
         open_checkpoint(copy)
 
 

@@ -78,7 +78,11 @@ class Catalogue:
         if model is None:
             raise UnknownModel(self._why_unknown(id), param="model")
         if model.manifest.task not in _TASKS:
-            raise UnknownModel(f"model {id!r} is for the task {model.manifest.task!r}, which is not supported yet")
+            raise UnknownModel(
+                f"model {id!r} is for the task {model.manifest.task!r}, which is not supported yet; "
+                "`edge models list` shows the task of each",
+                param="model",
+            )
         return model
 
     def models(self, *, search: str = "", task: str = "", author: str = "") -> list[Model]:

@@ -17,6 +17,7 @@ import msgspec
 from edge.ai.catalogue import TEXT_GENERATION, Catalogue, Model
 from edge.ai.schemas import TextGeneration
 from edge.billing.meter import Meter, Status, Trigger, UsageRecord, new_id
+from edge.billing.times import now_us
 from edge.errors import EdgeError, EngineLost, MeteringUnavailable
 from edge.frames import Delta, Done, Generate, Started, Usage
 from edge.pool.base import Pool
@@ -129,7 +130,7 @@ class _Call:
         self._model = model
         self._price_version = price_version
         self._usage = Usage()
-        self._started_at_us = time.time_ns() // 1000
+        self._started_at_us = now_us()
         self._started_ns = time.monotonic_ns()
 
     def see(self, event: Event) -> None:

@@ -54,7 +54,7 @@ async def run_binding(
 async def _frames(events: AsyncGenerator[Event, None], model: Model) -> AsyncGenerator[dict[str, Any], None]:
     async for event in events:
         match event:
-            case Delta(text=text):
+            case Delta(text=text) if text:
                 yield {"response": text, "p": _padding()}
             case Done(finish_reason=reason, usage=usage):
                 yield {"response": "", "finish_reason": reason, "usage": usage_object(usage, model)}

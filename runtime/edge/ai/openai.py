@@ -51,7 +51,7 @@ async def _chunks(
     yield chunk({"role": "assistant", "content": ""})
     async for event in events:
         match event:
-            case Delta(text=text):
+            case Delta(text=text) if text:
                 yield chunk({"content": text})
             case Done(finish_reason=reason, usage=usage):
                 yield chunk({}, reason)

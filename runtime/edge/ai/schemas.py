@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from edge.errors import InvalidInput, InvalidJson
-from edge.frames import Sampling
+from edge.frames import MAX_STOP_CHARS, MAX_STOPS, Sampling
 
 DEFAULT_MAX_TOKENS = 256
 """Of the native dialect; OpenAI's has none, and generates up to the model's context."""
@@ -25,9 +25,7 @@ _OPENAI_DEFAULT_TEMPERATURE = 1.0
 _INT32_MAX = 2**31 - 1
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 _MAX_MESSAGES = 10_000
-_MAX_STOPS = 16
 _MAX_OPENAI_STOPS = 4
-_MAX_STOP_CHARS = 1000
 _MAX_PROBLEMS = 20
 _MAX_SHOWN_CHARS = 60
 
@@ -84,7 +82,7 @@ def native(inputs: Any) -> TextGeneration:
             presence_penalty=fields.number("presence_penalty", -2, 2),
         ),
         max_tokens=fields.max_tokens() or DEFAULT_MAX_TOKENS,
-        stop=fields.stop(_MAX_STOPS),
+        stop=fields.stop(MAX_STOPS),
         stream=fields.boolean("stream"),
     )
     fields.raise_problems()
@@ -262,10 +260,10 @@ class _Fields:
         if (
             isinstance(stops, list)
             and len(stops) <= max_stops
-            and all(isinstance(stop, str) and 0 < len(stop) <= _MAX_STOP_CHARS and _is_unicode(stop) for stop in stops)
+            and all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARS and _is_unicode(stop) for stop in stops)
         ):
             return list(stops)
-        self._wrong("$.stop", value, f"a string of 1 to {_MAX_STOP_CHARS} characters, or a list of up to {max_stops}")
+        self._wrong("$.stop", value, f"a string of 1 to {MAX_STOP_CHARS} characters, or a list of up to {max_stops}")
         return []
 
     def include_usage(self, is_stream: bool) -> bool:

@@ -6,7 +6,8 @@ that many calls in flight share one fsync. A COMMIT that fails is *unknown*, not
 same id again is harmless, and that alone makes the retry safe.
 
 This protects against crashes of the process and, as far as the disk honours fsync, of the machine. It does
-not protect against somebody who can write the file: the triggers refuse UPDATE and DELETE, but not `rm`.
+not protect against somebody who can write the file: the triggers refuse UPDATE and DELETE, but not `rm`. A file
+that is removed while it is open is noticed at the next record, which begins a new one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import queue
 import sqlite3
 import threading
@@ -26,6 +28,7 @@ import msgspec
 
 from edge.billing.meter import UsageRecord
 from edge.billing.prices import PriceBook
+from edge.billing.times import now_us
 from edge.errors import EdgeError, MeteringUnavailable
 
 FILE_NAME = "ledger.sqlite"
@@ -63,6 +66,8 @@ class Ledger:
         """
         self._path = path
         self._database: sqlite3.Connection | None = connect(path)
+        self._opened_files = self._files()
+        self._price_books: list[PriceBook] = []
         self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._write_until_closed, name="ledger", daemon=True)
@@ -88,10 +93,8 @@ class Ledger:
             EdgeError: it could not be written.
         """
         with opened(self._path) as database:
-            database.execute(
-                "INSERT INTO price_books (id, content, added_at) VALUES (?, ?, ?) ON CONFLICT (id) DO NOTHING",
-                (book.id, book.to_json().decode(), _now_us()),
-            )
+            _insert_price_book(database, book)
+        self._price_books.append(book)
 
     async def close(self) -> None:
         """Write what is queued, then stop. Closing again does nothing."""
@@ -143,15 +146,47 @@ class Ledger:
         _resolve(batch, is_written=failure is None)
 
     def _commit(self, batch: list[_Entry]) -> None:
-        if self._database is None:
-            self._database = connect(self._path)
-        with _transaction(self._database) as database:
+        database = self._database or self._reconnect()
+        with _transaction(database):
             database.executemany(_INSERT, [msgspec.structs.astuple(entry.record) for entry in batch])
+        if self._files() != self._opened_files:  # SQLite itself goes on writing to a file that has no name any more
+            _log.error("the ledger %s was removed or replaced while it was open; beginning a new one", self._path)
+            raise EdgeError("it was removed or replaced")
+
+    def _reconnect(self) -> sqlite3.Connection:
+        (was_file, was_wal), (file, wal) = self._opened_files, self._files()
+        if file != was_file and wal is not None and wal == was_wal:
+            for suffix in ("-wal", "-shm"):  # SQLite would take them for those of the file that is there now
+                Path(f"{self._path}{suffix}").unlink(missing_ok=True)
+        self._database = connect(self._path)
+        for book in self._price_books:
+            _insert_price_book(self._database, book)
+        self._opened_files = self._files()
+        return self._database
+
+    def _files(self) -> list[tuple[int, int] | None]:
+        """Which files are at the ledger's paths now: device and inode, None for a missing one."""
+        return [_identity(f"{self._path}{suffix}") for suffix in ("", "-wal")]
 
     def _disconnect(self) -> None:
         if self._database is not None:
             self._database.close()
             self._database = None
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _insert_price_book(database: sqlite3.Connection, book: PriceBook) -> None:
+    database.execute(
+        "INSERT INTO price_books (id, content, added_at) VALUES (?, ?, ?) ON CONFLICT (id) DO NOTHING",
+        (book.id, book.to_json().decode(), now_us()),
+    )
 
 
 def _resolve(batch: list[_Entry], *, is_written: bool) -> None:
@@ -176,21 +211,22 @@ def _settle(durable: list[asyncio.Future[None]], is_written: bool) -> None:
 
 
 def latest_records(
-    path: Path, *, limit: int, since_us: int | None = None, until_us: int | None = None, model: str | None = None
+    path: Path, *, limit: int, since_us: int | None = None, model: str | None = None
 ) -> list[UsageRecord]:
-    """The last `limit` records of calls that ended in [since_us, until_us), newest first.
+    """The last `limit` records of calls that ended at `since_us` or later, newest first.
+
+    `model` is the id that was called, or the installed model that ran.
 
     Raises:
         EdgeError: the ledger cannot be read.
     """
     query = f"""
         SELECT {", ".join(_COLUMNS)} FROM usage
-        WHERE ended_at >= :since AND ended_at < :until AND (:model IS NULL OR model = :model OR served_by = :model)
+        WHERE ended_at >= :since AND (:model IS NULL OR model = :model OR served_by = :model)
         ORDER BY ended_at DESC, id DESC LIMIT :limit
     """
-    window = {"since": since_us or 0, "until": until_us if until_us is not None else _END_OF_TIME_US}
     with opened(path) as database:
-        rows = database.execute(query, {**window, "model": model, "limit": limit}).fetchall()
+        rows = database.execute(query, {"since": since_us or 0, "model": model, "limit": limit}).fetchall()
     return [UsageRecord(**dict(zip(_COLUMNS, row, strict=True))) for row in rows]
 
 
@@ -268,7 +304,7 @@ def _migrate(database: sqlite3.Connection) -> None:
             )
         for number, migration in enumerate(_MIGRATIONS[version:], start=version + 1):
             migration(database)
-            database.execute("INSERT INTO migrations VALUES (?, ?, ?)", (number, migration.__name__, _now_us()))
+            database.execute("INSERT INTO migrations VALUES (?, ?, ?)", (number, migration.__name__, now_us()))
 
 
 def _version(database: sqlite3.Connection) -> int:
@@ -326,9 +362,3 @@ def _m1_usage(database: sqlite3.Connection) -> None:
 
 _MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_m1_usage,)
 """Applied once each, in this order, and recorded in the table `migrations`; a released one is never edited."""
-
-_END_OF_TIME_US = 2**63 - 1
-
-
-def _now_us() -> int:
-    return time.time_ns() // 1000

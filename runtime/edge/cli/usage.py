@@ -40,8 +40,8 @@ def usage(
     """
     import msgspec
 
-    from edge.billing.bill import parse_time
     from edge.billing.ledger import FILE_NAME, latest_records
+    from edge.billing.times import parse_time
 
     ledger = find_state_dir(config_path, state_dir) / FILE_NAME
     since_us = parse_time(since) if since is not None else None
@@ -56,7 +56,7 @@ def usage(
 
 
 def _for_people(row: dict[str, Any]) -> dict[str, Any]:
-    from edge.billing.bill import iso_time
+    from edge.billing.times import iso_time
 
     status = row["status"] if row["error_code"] is None else f"{row['status']} {row['error_code']}"
     return {

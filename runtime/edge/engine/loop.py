@@ -23,8 +23,8 @@ from edge.engine.runner import ModelRunner
 from edge.engine.sampler import Row, sample
 from edge.engine.scheduler import Chunk, Scheduler
 from edge.engine.tokenizer import Tokenizer
-from edge.errors import EdgeError
-from edge.frames import Delta, Done, Failed, MoreDeltas, Ping, Pong, Started, Usage
+from edge.errors import EdgeError, UnknownModel
+from edge.frames import Delta, Done, Failed, MoreDeltas, Ping, Pong, Started
 from workers._wire import Cancel, Frame
 
 
@@ -53,10 +53,17 @@ class Install:
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
-    """Queue `generation` on the model named `model`."""
+class Remove:
+    """From now on, run no steps of the model named `model`; its generations fail."""
 
     model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Queue `generation`, which was made for `model`."""
+
+    model: LoadedModel
     generation: Generation
 
 
@@ -65,7 +72,7 @@ class Stop:
     """End the loop after the current step."""
 
 
-Command = Install | Submit | Cancel | MoreDeltas | Ping | Stop
+Command = Install | Remove | Submit | Cancel | MoreDeltas | Ping | Stop
 
 
 class StepLoop:
@@ -105,8 +112,10 @@ class StepLoop:
         match command:
             case Install(model):
                 self._models[model.name] = model
-            case Submit(name, generation):
-                self._submit(self._models[name], generation)
+            case Remove(name):
+                self._remove_model(self._models.pop(name))
+            case Submit(model, generation):
+                self._submit(model, generation)
             case MoreDeltas(id, num_deltas):
                 if id in self._generations:
                     self._generations[id][1].sequence.credit += num_deltas
@@ -123,12 +132,20 @@ class StepLoop:
 
     def _submit(self, model: LoadedModel, generation: Generation) -> None:
         try:
+            if self._models.get(model.name) is not model:
+                raise _removed(model)
             model.scheduler.add(generation.sequence)
         except EdgeError as error:
-            self._emit([Failed(generation.id, error.code, error.message, Usage())])
+            self._emit([_failed(generation, error)])
             return
         self._generations[generation.id] = (model, generation)
         self._emit([Started(generation.id, generation.sequence.num_prompt_tokens)])
+
+    def _remove_model(self, model: LoadedModel) -> None:
+        orphans = [generation for owner, generation in self._generations.values() if owner is model]
+        for generation in orphans:
+            self._remove(generation)
+        self._emit([_failed(generation, _removed(model)) for generation in orphans])
 
     def _step(self, model: LoadedModel) -> None:
         started_ns = time.perf_counter_ns()
@@ -153,8 +170,8 @@ class StepLoop:
         if isinstance(result, _Broken):
             model.runner.cache.clear(generation.sequence.pages)
             self._remove(generation)
-            return [Failed(generation.id, EdgeError.code, result.message, generation.usage)]
-        if result.text:
+            return [_failed(generation, EdgeError(result.message))]
+        if result.text or result.finish_reason is None:  # without text, it says what a cancelled call has used
             generation.sequence.credit -= 1
             frames.append(Delta(generation.id, result.text, generation.usage))
         if result.finish_reason is not None:
@@ -184,6 +201,14 @@ class _Broken:
 
 _Result = _Grown | _Broken
 _NOT_YET = -1
+
+
+def _removed(model: LoadedModel) -> UnknownModel:
+    return UnknownModel(f"model {model.name!r} was removed; `edge models list` shows those that are installed")
+
+
+def _failed(generation: Generation, error: EdgeError) -> Failed:
+    return Failed(generation.id, error.code, error.message, generation.usage, error.param)
 
 
 def _next_tokens(model: LoadedModel, chunks: list[Chunk], members: list[Generation]) -> list[int | None]:

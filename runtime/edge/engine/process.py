@@ -24,7 +24,7 @@ import torch
 
 from edge.config import EngineConfig
 from edge.engine.generation import Generation
-from edge.engine.loop import Install, LoadedModel, StepLoop, Submit
+from edge.engine.loop import Install, LoadedModel, Remove, StepLoop, Submit
 from edge.engine.runner import load_runner
 from edge.engine.tokenizer import Tokenizer
 from edge.errors import ConfigError, EdgeError, OutOfCapacity, UnknownModel, WeightsError
@@ -39,6 +39,7 @@ from edge.frames import (
     MoreDeltas,
     Ping,
     ToEngine,
+    UnloadModel,
     Usage,
 )
 from edge.weights.checkpoint import open_checkpoint
@@ -119,6 +120,8 @@ class _Engine:
         match frame:
             case LoadModel():
                 self._spawn(self._load(frame))
+            case UnloadModel(name):
+                self._spawn(self._unload(name))
             case Generate():
                 self._generate(frame)
             case MoreDeltas(id, num_deltas) if id in self._preparing:
@@ -158,14 +161,20 @@ class _Engine:
             self.send([Done(request.id, "cancelled", Usage())])
             return
         generation.sequence.credit = preparing.credit
-        self._steps.post(Submit(model.name, generation))
+        self._steps.post(Submit(model, generation))
 
     def _refuse(self, request: Generate, error: EdgeError) -> None:
-        self.send([Failed(request.id, error.code, error.message, Usage())])
+        self.send([Failed(request.id, error.code, error.message, Usage(), error.param)])
 
     async def _load(self, request: LoadModel) -> None:
         async with self._load_lock:  # a model that is asked for twice is loaded once
             self.send([self._loaded.get(request.model) or await self._load_new(request)])
+
+    async def _unload(self, name: str) -> None:
+        async with self._load_lock:  # in the order in which the node asked
+            self._loaded.pop(name, None)
+            if self._models.pop(name, None) is not None:
+                self._steps.post(Remove(name))
 
     async def _load_new(self, request: LoadModel) -> ModelLoaded | ModelFailed:
         try:

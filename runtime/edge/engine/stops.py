@@ -6,9 +6,7 @@ This module knows nothing about tokens.
 from __future__ import annotations
 
 from edge.errors import InvalidInput
-
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
+from edge.frames import MAX_STOP_CHARS, MAX_STOPS
 
 
 class StopStrings:

@@ -77,8 +77,6 @@ class Isolate:
         self.pid = 0
         self.layers: list[str] = []
         """The sandbox layers that the process is under."""
-        self.handlers: list[str] = []
-        self.import_us = 0
 
     @classmethod
     async def start(
@@ -185,7 +183,6 @@ class Isolate:
         if isinstance(started, StartFailed):
             text = f"{bundle.main} could not be imported: {started.type}: {started.message}"
             raise WorkerStartFailed(text, traceback=started.traceback)
-        self.handlers, self.import_us = started.handlers, started.import_us
 
     async def _or_gone(self, future: asyncio.Future[Any]) -> Any:
         await asyncio.wait([future, self.gone], return_when=asyncio.FIRST_COMPLETED)

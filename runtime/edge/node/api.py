@@ -6,10 +6,9 @@ place, `_Api`. A client that hangs up cancels its call.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -36,6 +35,7 @@ from edge.errors import (
     UnknownModel,
     UnknownRoute,
 )
+from edge.node.connection import while_connected
 
 PREFIX = "/client/v4"
 MAX_BODY_BYTES = 10 << 20
@@ -131,7 +131,7 @@ class _Api:
         if isinstance(inputs, dict) and isinstance(inputs.get("options"), dict):
             options |= inputs["options"]
         call = native.run_binding(self._gate, principal, request.path_params["model"], inputs, options)
-        result = await _while_connected(request.receive, call)
+        result = await while_connected(call, _hang_up(request.receive))
         if not isinstance(result, dict):
             return _stream_or_nothing(result)
         return _json(_envelope(result), headers=_neurons_header(result))
@@ -139,7 +139,7 @@ class _Api:
     async def _chat_completions(self, request: Request) -> Response:
         principal = self._principal(request, "openai")
         body = await _json_body(request)
-        result = await _while_connected(request.receive, openai.chat_completion(self._gate, principal, body))
+        result = await while_connected(openai.chat_completion(self._gate, principal, body), _hang_up(request.receive))
         if not isinstance(result, dict):
             return _stream_or_nothing(result)
         return _json(result, headers=_neurons_header(result))
@@ -246,19 +246,6 @@ def _translated(error: HTTPException, scope: Scope) -> EdgeError:
     return UnknownRoute(f"no route for {scope['method']} {scope['path'][:200]}")
 
 
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, which is cancelled as soon as the client hangs up; then None."""
-    working = asyncio.ensure_future(work)
-    hang_up = asyncio.ensure_future(_hang_up(receive))
-    try:
-        await asyncio.wait({working, hang_up}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        for task in (working, hang_up):
-            task.cancel()
-        await asyncio.gather(working, hang_up, return_exceptions=True)
-
-
 async def _hang_up(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -279,7 +266,7 @@ class _EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the stream ends or the client hangs up."""
         try:
-            await _while_connected(receive, self._send(send))
+            await while_connected(self._send(send), _hang_up(receive))
         finally:
             await self._stream.aclose()
 

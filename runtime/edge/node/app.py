@@ -51,7 +51,7 @@ class Node:
     ) -> None:
         self._config = config
         self._say = say
-        self._store = ModelStore(config.state_dir / "models")
+        self._store = ModelStore.in_state_dir(config.state_dir)
         prices = load_prices(config.billing.prices)
         self._ledger = Ledger(config.state_dir / ledger.FILE_NAME)
         self._ledger.add_price_book(prices)
@@ -114,8 +114,10 @@ class Node:
                 continue
             seen_ns, installed = changed_ns, self._installed()
             if installed != self._served:
+                kept = {name: each for name, each in installed.items() if self._served.get(name) == each}
                 self._served = installed
                 self.catalogue.update(installed.values())
+                self.pool.update(self._paths(kept))  # first without those that were replaced under the same name
                 self.pool.update(self._paths(installed))
                 self._say(f"Models    {', '.join(installed) or 'none'}")
 

@@ -10,7 +10,13 @@ from pathlib import Path
 from edge.config import Config
 from edge.isolates.base import Bundle
 
-_SKIPPED = frozenset({"__pycache__", ".venv", "venv", "node_modules", ".edge", ".git"})
+SKIPPED_FOLDERS = frozenset(
+    {
+        *("__pycache__", ".venv", "venv", "node_modules", ".edge", ".git"),
+        *(".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"),
+    }
+)
+"""Folders below a worker's root that hold no code of the worker."""
 
 
 def bundle_of(config: Config) -> Bundle:
@@ -33,7 +39,7 @@ def bundle_of(config: Config) -> Bundle:
 def _source_hash(root: Path) -> str:
     digest = hashlib.sha256()
     for folder, folders, files in os.walk(root):
-        folders[:] = sorted(set(folders) - _SKIPPED)
+        folders[:] = sorted(set(folders) - SKIPPED_FOLDERS)
         for path in (Path(folder, name) for name in sorted(files) if name.endswith(".py")):
             with suppress(FileNotFoundError):  # an editor may be replacing it right now
                 source = path.read_bytes()

@@ -13,12 +13,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
 import uvloop
-import watchfiles
 from msgspec.structs import replace
 
 import edge.config
@@ -26,21 +25,12 @@ from edge.config import Config
 from edge.errors import ConfigError, EdgeError, PortInUse, UsageError
 from edge.node.app import Node
 from edge.node.bundle import bundle_of
+from edge.node.saves import saves
 from edge.weights.manifest import DEFAULT_SPEC
 
 TOKEN = "dev"
 _SHUTDOWN_S = 5
-_IGNORED = (
-    ".venv",
-    "venv",
-    "node_modules",
-    "__pycache__",
-    ".edge",
-    ".git",
-    ".pytest_cache",
-    ".mypy_cache",
-    ".ruff_cache",
-)
+_FIXED_SECTIONS = ("account_id", "limits", "dev", "engine", "billing")
 
 
 def run(config: Config, *, ip: str, port: int, reload: bool) -> None:
@@ -93,25 +83,42 @@ async def _deploy(node: Node, config: Config) -> bool:
 
 
 async def _reload_on_save(node: Node, config: Config, stop: asyncio.Event) -> None:
-    async for _ in _saves(config, stop):
-        started = time.perf_counter()
-        if config.path is not None:
-            try:
-                # What the options said keeps its place over the file.
-                config = replace(edge.config.load(config.path, config.path.parent), state_dir=config.state_dir)
-            except ConfigError as error:
-                _say(f"error: {error.message}\nThe worker keeps running with the old configuration.")
-                continue
-        if await _deploy(node, config):
-            _say(f"Reloaded in {(time.perf_counter() - started) * 1000:.0f} ms")
+    try:
+        async for _ in saves(config.main.parent, config.path, config.state_dir, stop):
+            await _reload(node, config)
+    except (OSError, RuntimeError) as error:  # as watchfiles raises them
+        _say(
+            f"error: files cannot be watched any more: {error}. Restart `edge dev` after changes; if the limit of "
+            "watches is reached, raise it: sysctl fs.inotify.max_user_watches=524288"
+        )
 
 
-async def _saves(config: Config, stop: asyncio.Event) -> AsyncIterator[None]:
-    """One item for each burst of saves below the worker's root or in its configuration file."""
-    watched = {config.main.parent} | ({config.path} if config.path is not None else set())
-    watch_filter = watchfiles.DefaultFilter(ignore_dirs=_IGNORED, ignore_paths=[config.state_dir])
-    async for _ in watchfiles.awatch(*watched, watch_filter=watch_filter, stop_event=stop, debounce=50, step=20):
-        yield None
+async def _reload(node: Node, running: Config) -> None:
+    """Serve the worker as it is on disk now, with what its configuration file says of it now."""
+    started = time.perf_counter()
+    config = running
+    if running.path is not None:
+        try:
+            # What the options said keeps its place over the file.
+            config = replace(edge.config.load(running.path, running.path.parent), state_dir=running.state_dir)
+        except ConfigError as error:
+            _say(f"error: {error.message}\nThe worker keeps running with the old configuration.")
+            return
+    if await _deploy(node, config):
+        _say(f"Reloaded in {(time.perf_counter() - started) * 1000:.0f} ms")
+    if fixed := _only_at_start(running, config):
+        _say(f"Changes of {', '.join(fixed)} take effect when `edge dev` is started again")
+
+
+def _only_at_start(running: Config, config: Config) -> list[str]:
+    """The keys whose values differ, and that only a new start takes over."""
+    keys = [key for key in _FIXED_SECTIONS if getattr(running, key) != getattr(config, key)]
+    stand_ins = [each.ai.models if each.ai is not None else {} for each in (running, config)]
+    if stand_ins[0] != stand_ins[1]:
+        keys.append("ai.models")
+    if running.main.parent != config.main.parent:
+        keys.append("the folder of main (which files are watched)")
+    return keys
 
 
 # -- the server --------------------------------------------------------------------------------------------

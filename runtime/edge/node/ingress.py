@@ -11,7 +11,6 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -19,6 +18,7 @@ from edge.errors import EdgeError, HandlerFailed
 from edge.isolates.base import InboundRequest, OutboundResponse
 from edge.isolates.dispatch import Isolates
 from edge.node import pages
+from edge.node.connection import while_connected
 
 _HEADER_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+\Z")
 _HEADER_VALUE = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*\Z")
@@ -51,20 +51,9 @@ class Ingress:
             return
         started = time.perf_counter()
         exchange = _Exchange(scope, receive, send)
-        answer = asyncio.ensure_future(self._answer(exchange))
-        hang_up = asyncio.ensure_future(exchange.client_gone())
         try:
-            await asyncio.wait({answer, hang_up}, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                answer.cancel()
-                with suppress(asyncio.CancelledError):
-                    await answer
-            else:
-                answer.result()
+            await while_connected(self._answer(exchange), exchange.client_gone())
         finally:
-            for task in (answer, hang_up):
-                task.cancel()
-            await asyncio.gather(answer, hang_up, return_exceptions=True)
             elapsed_ms = (time.perf_counter() - started) * 1000
             self._access_log(scope["method"], scope["path"], exchange.status or 499, elapsed_ms)
 

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from edge.frames import (
     Pong,
     Started,
     ToNode,
+    UnloadModel,
 )
 from workers._wire import Cancel, Frame, FrameDecoder, FrameError, encode
 
@@ -101,10 +102,12 @@ class LocalPool:
         self._supervisor = asyncio.create_task(self._supervise())
 
     def update(self, models: Mapping[str, Path]) -> None:
-        """From now on, serve `models`: new ones are loaded at once, those that are gone are refused."""
+        """From now on, serve `models`: new ones are loaded at once, those that are gone are unloaded and refused."""
         added = {name: path for name, path in models.items() if name not in self._models}
+        removed = self._models.keys() - models.keys()
         self._models = dict(models)
         if self._engine is not None and self._engine.ready is not None:
+            self._engine.unload(removed)
             self._engine.load(added, self._config.dtype)
 
     async def close(self) -> None:
@@ -145,7 +148,7 @@ class LocalPool:
                         if is_started:
                             yield Delta(frame.id, "", frame.usage)
                         error = BY_CODE.get(frame.code, EdgeError)
-                        raise error(frame.message, retry_after_s=1 if error.retryable else None)
+                        raise error(frame.message, retry_after_s=1 if error.retryable else None, param=frame.param)
                     case None:
                         call.is_over = True
                         raise _lost(engine.end)
@@ -313,9 +316,13 @@ class _Engine:
 
     def load(self, models: Mapping[str, Path], dtype: str) -> None:
         for name, path in models.items():
-            self.models.pop(name, None)  # what is known of a removed model of that name is out of date
             self.send(LoadModel(name, str(path), dtype))
         self.num_loading += len(models)
+
+    def unload(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.models.pop(name, None)
+            self.send(UnloadModel(name))
 
     def open(self, request: Generate) -> _Call:
         call = self.calls[request.id] = _Call(self, request.id, request.credit)

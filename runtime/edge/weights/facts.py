@@ -8,17 +8,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 
 from edge.errors import WeightsError
+from edge.weights.folder import MAX_JSON_BYTES, find_shards, parse_json, read_json
 from edge.weights.gguf import read_header
 
-MAX_JSON_BYTES = 64 << 20
 MAX_CONTEXT = 1 << 27
 
-T = TypeVar("T")
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -46,8 +45,6 @@ def read_facts(path: Path) -> Facts:
 def _of_gguf(path: Path) -> Facts:
     header = read_header(path)
     about = header.metadata
-    if about.get("split.count", 1) not in (0, 1):
-        raise WeightsError(f"{path}: one part of a model in {about['split.count']} files; join them with gguf-split")
     return Facts(
         architecture=header.architecture,
         context_length=_context(about.get(f"{header.architecture}.context_length"), path),
@@ -60,7 +57,7 @@ def _of_gguf(path: Path) -> Facts:
 
 def _of_folder(folder: Path) -> Facts:
     file = folder / "config.json"
-    config = _read_json(file, dict[str, Any])
+    config = read_json(file, dict[str, Any])
     text_config = config.get("text_config")
     classes = config.get("architectures")
     first = _text(classes[0]) if isinstance(classes, list) and classes else ""
@@ -70,25 +67,10 @@ def _of_folder(folder: Path) -> Facts:
         context_length=_context(
             (text_config if isinstance(text_config, dict) else config).get("max_position_embeddings"), file
         ),
-        num_parameters=sum(map(_count_parameters, _shards(folder))),
+        num_parameters=sum(map(_count_parameters, find_shards(folder))),
         task="text-generation" if generates else "text-embeddings",
         title=_text(config.get("_name_or_path")).rpartition("/")[2],
     )
-
-
-def _shards(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return sorted(folder.glob("*.safetensors"))
-    names = set(_read_json(index, _Index).weight_map.values())
-    for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise WeightsError(f"{index}: names the file {name!r}, which is not in the folder")
-    return [folder / name for name in sorted(names)]
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
 
 
 class _Tensor(msgspec.Struct):
@@ -103,26 +85,13 @@ def _count_parameters(file: Path) -> int:
         length = int.from_bytes(stream.read(8), "little")
         if length > min(size_bytes - 8, MAX_JSON_BYTES):
             raise WeightsError(f"{file}: no safetensors file: its header would have {length} bytes")
-        header = _decode(stream.read(length), dict[str, msgspec.Raw], file)
+        header = parse_json(stream.read(length), dict[str, msgspec.Raw], file)
     header.pop("__metadata__", None)
-    tensors = [_decode(bytes(raw), _Tensor, file) for raw in header.values()]
+    tensors = [parse_json(bytes(raw), _Tensor, file) for raw in header.values()]
     end = 8 + length + max((tensor.data_offsets[1] for tensor in tensors), default=0)
     if end != size_bytes:
         raise WeightsError(f"{file}: has {size_bytes} bytes instead of the {end} that its header tells of")
     return sum(math.prod(tensor.shape) for tensor in tensors)
-
-
-def _read_json(file: Path, kind: type[T]) -> T:
-    if not file.is_file() or file.stat().st_size > MAX_JSON_BYTES:
-        raise WeightsError(f"{file}: is missing, or has more than {MAX_JSON_BYTES} bytes")
-    return _decode(file.read_bytes(), kind, file)
-
-
-def _decode(data: bytes, kind: type[T], file: Path) -> T:
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise WeightsError(f"{file}: {error}") from error
 
 
 def _context(value: Any, file: Path) -> int:

@@ -178,6 +178,8 @@ class _Parser:
         num_tensors = self._count("tensors", self._scalar("Q"), min_bytes=24)
         num_entries = self._count("metadata entries", self._scalar("Q"), min_bytes=13)
         metadata = self._metadata(num_entries)
+        if metadata.get("split.count", 0) not in (0, 1):
+            raise self._corrupt("is one part of a split model; join the parts with `llama-gguf-split --merge`")
         tensors = self._tensors(num_tensors, self._alignment(metadata))
         return GgufHeader(self._path, version, metadata, tensors)
 

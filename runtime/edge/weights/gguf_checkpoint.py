@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from edge.errors import WeightsError
 from edge.weights.checkpoint import ModelConfig, TokenizerFiles, Vocabulary, check_config
 from edge.weights.dequantize import DECODERS, SUPPORTED, dequantize
 from edge.weights.gguf import GgmlType, GgufTensor, read_header
+
+T = TypeVar("T")
 
 _NAMES = {"token_embd": "embed", "output_norm": "norm", "output": "head"}
 _LAYER_NAMES = {
@@ -47,8 +49,6 @@ class GgufCheckpoint:
         self._tensors = {tensor.name: tensor for tensor in self._header.tensors}
         self.architecture = self._header.architecture
         self.size_bytes = sum(tensor.size_bytes for tensor in self._header.tensors)
-        if self._header.metadata.get("split.count", 0) not in (0, 1):
-            raise WeightsError(f"{path}: is one part of a split model; join it with `llama-gguf-split --merge`")
 
     def config(self) -> ModelConfig:
         """The config, from the metadata keys of the architecture."""
@@ -167,27 +167,25 @@ class GgufCheckpoint:
         return self._tensors[name]
 
     def _token_id(self, name: str, num_tokens: int) -> int | None:
-        token: int = self._get(f"tokenizer.ggml.{name}_token_id", int, -1)
+        token = self._get(f"tokenizer.ggml.{name}_token_id", int, -1)
         if token >= num_tokens:
             raise WeightsError(f"{self._path}: the {name} token {token} is beyond the {num_tokens} tokens")
         return None if token < 0 else token
 
     def _int(self, key: str, default: int | None = None) -> int:
-        value: int = self._get(f"{self.architecture}.{key}", int, default)
-        return value
+        return self._get(f"{self.architecture}.{key}", int, default)
 
     def _float(self, key: str, default: float | None = None) -> float:
-        value: float = self._get(f"{self.architecture}.{key}", float, default)
-        return value
+        return self._get(f"{self.architecture}.{key}", float, default)
 
     def _list(self, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
-        values: list[Any] = self._get(key, list, default)
+        values = self._get(key, list, default)
         if values and type(values[0]) is not kind:  # all elements of a GGUF array have one type
             raise WeightsError(f"{self._path}: metadata {key!r} does not hold {kind.__name__} values")
         return values
 
-    def _get(self, key: str, kind: type, default: Any = None) -> Any:
-        value = self._header.metadata.get(key, default)
+    def _get(self, key: str, kind: type[T], default: T | None = None) -> T:
+        value: Any = self._header.metadata.get(key, default)
         if value is None:
             raise WeightsError(f"{self._path}: metadata key {key!r} is missing")
         if type(value) is not kind:

@@ -9,18 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from edge.errors import WeightsError
 from edge.weights.checkpoint import ModelConfig, TokenizerFiles, check_config, llama3_divisors
+from edge.weights.folder import MAX_JSON_BYTES, find_shards, read_json, read_text
 
-MAX_JSON_BYTES = 64 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
+
+T = TypeVar("T")
 
 _NAMES = {"model.embed_tokens.weight": "embed.weight", "model.norm.weight": "norm.weight"}
 _HEAD = "lm_head.weight"
@@ -44,8 +45,8 @@ class SafetensorsCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._config = self._json("config.json")
-        self._shards = self._find_shards()
+        self._config = read_json(folder / "config.json", dict[str, Any])
+        self._shards = find_shards(folder)
         self.architecture = self._text("model_type")
         self.size_bytes = sum(shard.stat().st_size for shard in self._shards)
 
@@ -80,15 +81,12 @@ class SafetensorsCheckpoint:
 
     def tokenizer_files(self) -> TokenizerFiles:
         """`tokenizer.json` and what surrounds it."""
-        path = self._folder / "tokenizer.json"
-        if not path.is_file():
-            raise WeightsError(f"{path}: is missing; export the tokenizer as tokenizer.json")
-        settings = self._json("tokenizer_config.json", required=False)
-        generation = self._json("generation_config.json", required=False)
+        settings = self._optional_json("tokenizer_config.json")
+        generation = self._optional_json("generation_config.json")
         eos_ids = _ids(self._config.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
         add_bos = settings.get("add_bos_token")
         return TokenizerFiles(
-            tokenizer_json=_read(path, MAX_JSON_BYTES),
+            tokenizer_json=read_text(self._folder / "tokenizer.json", MAX_JSON_BYTES),
             chat_template=self._chat_template(settings),
             bos_token=_token_text(settings.get("bos_token")),
             eos_token=_token_text(settings.get("eos_token")),
@@ -118,19 +116,6 @@ class SafetensorsCheckpoint:
         if layer and layer[2] in _LAYER_NAMES:
             return f"layers.{int(layer[1])}.{_LAYER_NAMES[layer[2]]}.{layer[3]}"
         raise WeightsError(f"{shard}: tensor {stored!r} has no place in a {self.architecture} model")
-
-    def _find_shards(self) -> list[Path]:
-        index = self._json("model.safetensors.index.json", required=False).get("weight_map")
-        if index is None:
-            names = {"model.safetensors"}
-        elif isinstance(index, dict) and all(isinstance(name, str) for name in index.values()):
-            names = set(index.values())
-        else:
-            raise WeightsError(f"{self._folder}/model.safetensors.index.json: weight_map maps no names to files")
-        for name in names:
-            if Path(name).name != name or not (self._folder / name).is_file():
-                raise WeightsError(f"{self._folder / name}: there is no such file in the model's folder")
-        return [self._folder / name for name in sorted(names)]
 
     def _rope(self, head_dim: int) -> tuple[float, tuple[float, ...] | None]:
         """Theta and divisors; transformers 5 writes `rope_parameters`, older ones `rope_theta` and `rope_scaling`."""
@@ -171,35 +156,25 @@ class SafetensorsCheckpoint:
     def _chat_template(self, settings: dict[str, Any]) -> str | None:
         path = self._folder / "chat_template.jinja"
         if path.is_file():
-            return _read(path, MAX_TEMPLATE_BYTES)
+            return read_text(path, MAX_TEMPLATE_BYTES)
         template = settings.get("chat_template")
         if isinstance(template, list):  # several named templates
             named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
             template = named.get("default")
         return template if isinstance(template, str) else None
 
-    def _json(self, name: str, *, required: bool = True) -> dict[str, Any]:
+    def _optional_json(self, name: str) -> dict[str, Any]:
         path = self._folder / name
-        if not path.is_file():
-            if required:
-                raise WeightsError(f"{path}: is missing; a model folder needs config.json and model.safetensors")
-            return {}
-        try:
-            value = msgspec.json.decode(_read(path, MAX_JSON_BYTES))
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise WeightsError(f"{path}: is not valid JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise WeightsError(f"{path}: is not a JSON object")
-        return value
+        return read_json(path, dict[str, Any]) if path.is_file() else {}
 
     def _text(self, key: str) -> str:
-        return self._get(key, str, None)  # type: ignore[no-any-return]
+        return self._get(key, str)
 
     def _int(self, key: str, default: int | None = None) -> int:
-        return self._get(key, int, default)  # type: ignore[no-any-return]
+        return self._get(key, int, default)
 
     def _bool(self, key: str, default: bool) -> bool:
-        return self._get(key, bool, default)  # type: ignore[no-any-return]
+        return self._get(key, bool, default)
 
     def _float(self, key: str, default: float) -> float:
         value = self._config.get(key)
@@ -209,8 +184,8 @@ class SafetensorsCheckpoint:
             raise self._wrong(f"{key} is {value!r}, not a number")
         return float(value)
 
-    def _get(self, key: str, kind: type, default: Any) -> Any:
-        value = self._config.get(key)
+    def _get(self, key: str, kind: type[T], default: T | None = None) -> T:
+        value: Any = self._config.get(key)
         if value is None:
             value = default
         if value is None:
@@ -230,16 +205,6 @@ def _checked(stored: str, shard: Path, tensor: Tensor) -> Tensor:
             "(supported: float32, float16, bfloat16)"
         )
     return tensor
-
-
-def _read(path: Path, max_bytes: int) -> str:
-    size = path.stat().st_size
-    if size > max_bytes:
-        raise WeightsError(f"{path}: {size} bytes is over the limit of {max_bytes}")
-    try:
-        return path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise WeightsError(f"{path}: is not UTF-8: {error}") from error
 
 
 def _ids(value: Any) -> frozenset[int]:

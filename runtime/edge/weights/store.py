@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Self
 
 from edge.errors import ModelStoreError, WeightsError
 from edge.weights.facts import read_facts
@@ -35,6 +36,11 @@ class ModelStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+
+    @classmethod
+    def in_state_dir(cls, state_dir: Path) -> Self:
+        """The store of a node whose state is in `state_dir`."""
+        return cls(state_dir / "models")
 
     @property
     def changed_ns(self) -> int:

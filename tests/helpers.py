@@ -1,0 +1,30 @@
+"""What tests of several packages need in one form: the command `edge`, event streams, whether a process lives."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+EDGE = [sys.executable, "-c", "from edge.cli import main; main()"]
+"""The command `edge` of the interpreter that runs the tests, whatever is on the path."""
+
+
+def sse_events(body: str | bytes) -> list[Any]:
+    """The events of a whole event stream, parsed; `[DONE]` as it is. Every event must be one line of data."""
+    text = body.decode() if isinstance(body, bytes) else body
+    *events, end = text.split("\n\n")
+    assert end == "", "the stream ends in the middle of an event"
+    assert all(event.startswith("data: ") and "\n" not in event for event in events)
+    data = [event.removeprefix("data: ") for event in events]
+    return [each if each == "[DONE]" else json.loads(each) for each in data]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"

@@ -1,0 +1,97 @@
+"""All parts of a node together, with a tiny model: what the configuration says reaches the part that it is for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tiny_models
+
+from edge.billing.bill import make_bill
+from edge.billing.ledger import FILE_NAME, latest_records
+from edge.billing.times import now_us
+from edge.config import AiConfig, BillingConfig, Config, EngineConfig
+from edge.errors import ConfigError
+from edge.node.app import Node
+from edge.weights.store import ModelStore
+
+HANG_S = 60
+BASE = "/client/v4/accounts/acme/ai"
+PROMPT = {"prompt": "hello", "raw": True, "temperature": 0, "max_tokens": 8}
+PRICES = """
+version = "house-1"
+usd_per_1000_neurons = "1"
+[neurons_per_million_tokens]
+"house/model" = { input = 1_000_000, output = 2_000_000 }
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    ModelStore.in_state_dir(tmp_path / "state").add(str(tiny_models.save_folder(tmp_path / "tiny")))
+    (tmp_path / "prices.toml").write_text(PRICES)
+    return Config(
+        "demo",
+        tmp_path / "worker.py",
+        account_id="acme",
+        ai=AiConfig(models={"house/model": "tiny"}),
+        engine=EngineConfig(num_threads=1),
+        billing=BillingConfig(prices=tmp_path / "prices.toml"),
+        state_dir=tmp_path / "state",
+    )
+
+
+@asynccontextmanager
+async def running(config: Config, said: list[str]) -> AsyncIterator[httpx.AsyncClient]:
+    node = Node(config, tokens={"t": "acme"}, show_tracebacks=True, say=said.append, access_log=lambda *_: None)
+    async with node, httpx.AsyncClient(transport=httpx.ASGITransport(node.app), base_url="http://node") as client:
+        client.headers["authorization"] = "Bearer t"
+        yield client
+
+
+async def run(client: httpx.AsyncClient, model: str) -> Any:
+    async with asyncio.timeout(HANG_S):
+        return (await client.post(f"{BASE}/run/{model}", json=PROMPT)).json()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(HANG_S):
+        while not condition():  # noqa: ASYNC110 - the node looks at the store when it likes
+            await asyncio.sleep(0.02)
+
+
+async def test_a_call_has_the_price_of_the_operator_s_own_book(config: Config) -> None:
+    async with running(config, []) as client:
+        usage = (await run(client, "house/model"))["result"]["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["neurons"]) == (5, 8, 5 + 2 * 8)
+    ledger = config.state_dir / FILE_NAME
+    (record,) = latest_records(ledger, limit=9)
+    assert (record.account, record.model, record.served_by, record.status) == ("acme", "house/model", "tiny", "ok")
+    assert record.price_version.startswith("house-1+")
+    bill = make_bill(ledger, since_us=0, until_us=now_us() + 1, by="model")
+    assert bill.to_json()["total"]["usd_exact"] == "0.021"
+
+
+async def test_a_price_book_that_is_not_exact_is_refused_at_start(config: Config) -> None:
+    assert config.billing.prices is not None
+    config.billing.prices.write_text(PRICES.replace("1_000_000", "0.5"))
+    with pytest.raises(ConfigError, match=r"0\.5 is a float, which is not exact"):
+        Node(config, tokens={}, show_tracebacks=True, say=print, access_log=lambda *_: None)
+
+
+async def test_models_that_are_removed_added_and_replaced_while_it_runs(config: Config, tmp_path: Path) -> None:
+    store, said = ModelStore.in_state_dir(config.state_dir), []
+    async with running(config, said) as client:
+        first = (await run(client, "tiny"))["result"]["response"]
+        store.remove("tiny")
+        store.add(str(tiny_models.save_folder(tmp_path / "other", seed=1)), "tiny")
+        await until(lambda: "Models    tiny" in said)
+        assert (await run(client, "tiny"))["result"]["response"] != first
+        store.remove("tiny")
+        await until(lambda: "Models    none" in said)
+        assert (await run(client, "tiny"))["errors"][0]["code"] == 5007
