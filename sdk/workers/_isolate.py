@@ -182,6 +182,8 @@ class _Invocation:
             content = response._take()
             head = _head(id, response, content)
         except BaseException as error:  # the edge between the user's code and ours: SystemExit must not end the process
+            if isinstance(error, TypeError | AttributeError) and "'coroutine' object" in message_text(error):
+                error.add_note("Is an `await` missing?")
             self._channel.send(Threw(id, type(error).__name__, message_text(error), traceback_text(error)))
             return
         if self._is_cancelled:  # and the handler caught it; nobody waits for this response
@@ -206,6 +208,8 @@ class _Invocation:
         error = TypeError(f"{worker.name_of('fetch')} must return a Response, but returned {_describe(result)}")
         if isinstance(result, dict | list):
             error.add_note("Response.json(value) makes a JSON response of it.")
+        elif isinstance(result, str | bytes):
+            error.add_note("Response(value) makes a response of it.")
         raise error
 
     async def _stream(self, content: bytes | ReadableStream) -> None:
@@ -282,5 +286,6 @@ def _describe(value: Any) -> str:
     if value is None:
         return "None (is a `return` missing?)"
     if isinstance(value, Coroutine):
+        value.close()  # it is never going to be awaited, and saying so once is enough
         return "a coroutine (is an `await` missing?)"
     return f"a {type(value).__name__}"

@@ -39,7 +39,8 @@ class Env:
     def _missing(self, name: str) -> str:
         return (
             f"env has no variable or binding {name!r}; it has: {', '.join(self.__dict__) or 'none'} "
-            "(variables are declared under [vars], the AI binding under [ai] of the configuration)"
+            "(variables are declared under [vars], the AI binding under [ai] of the configuration; "
+            "bindings of other kinds, such as KV, R2, D1 and queues, are not supported yet)"
         )
 
 

@@ -10,7 +10,7 @@ from edge.ai.gate import Event, Gate
 from edge.ai.schemas import TextGeneration, native
 from edge.billing.meter import UsageRecord
 from edge.errors import EngineLost, MeteringUnavailable, OutOfCapacity
-from edge.frames import Delta, Done, Sampling, Started
+from edge.frames import Delta, Done, Sampling, Started, Usage
 
 REQUEST = native({"prompt": "hi"})
 
@@ -81,6 +81,17 @@ async def test_a_closed_call_stops_the_engine_and_is_recorded_with_what_it_used(
             await anext(events)
     assert pool.num_cancelled == 1
     assert (only(meter).status, only(meter).output_tokens, only(meter).error_code) == ("cancelled", 2, None)
+
+
+async def test_a_call_that_is_cancelled_before_its_first_text_is_recorded_with_its_prompt() -> None:
+    meter, pool = ListMeter(), ScriptedPool(Started(0, 15), asyncio.Event(), usage_at_cancel=Usage(15, 0, 0, 900))
+    task = asyncio.create_task(run(make_gate(pool, meter)))
+    await pool.is_called.wait()
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (only(meter).status, only(meter).input_tokens, only(meter).compute_us) == ("cancelled", 15, 900)
 
 
 async def test_a_cancelled_task_is_recorded_even_if_it_is_cancelled_again() -> None:

@@ -104,7 +104,7 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
         'bad input: $.prompt is "", must be a string of at least one character',
         '$.messages[0].role is "robot", must be system or user or assistant',
         "$.messages[0].content is 5, must be a string or a list of text parts",
-        "$ must have either prompt or messages: both are given",
+        "$ needs either prompt or messages: both are given",
         "$.temperature is 9, must be a number from 0 to 5",
         "$.top_k is true, must be an integer from 1 to 50",
         '$.max_tokens is "many", must be an integer from 1 to 2147483647',
@@ -191,8 +191,10 @@ def test_a_chat_body_needs_model_and_messages() -> None:
 
 
 def test_a_prompt_or_messages_is_needed() -> None:
-    with pytest.raises(InvalidInput, match="either prompt or messages: neither is"):
+    with pytest.raises(InvalidInput, match="either prompt or messages: there is neither"):
         schemas.native({})
+    with pytest.raises(InvalidInput, match=r"there is neither \(promt is not prompt\)"):
+        schemas.native({"promt": "hi", "stream": False})
     with pytest.raises(InvalidInput, match="raw is true, which needs prompt"):
         schemas.native({"messages": HI, "raw": True})
 

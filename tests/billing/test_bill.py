@@ -9,7 +9,7 @@ from doubles import MODEL, usage_record
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge.billing.bill import Bill, Grouping, cents_string, make_bill, round_half_even
+from edge.billing.bill import Bill, Cost, Grouping, call_costs, cents_string, make_bill, round_half_even
 from edge.billing.ledger import Ledger
 from edge.billing.meter import UsageRecord
 from edge.billing.prices import Price, PriceBook, load_prices
@@ -122,6 +122,22 @@ async def test_every_record_is_priced_by_the_book_that_it_names(tmp_path: Path) 
 async def test_a_lost_price_book_is_an_error_and_not_a_zero(tmp_path: Path) -> None:
     with pytest.raises(EdgeError, match=r"lacks the price book gone\+1"):
         await bill_of(tmp_path / "l", [usage_record(price_version="gone+1")])
+
+
+async def test_the_costs_of_calls_are_those_on_the_bill(tmp_path: Path) -> None:
+    book = PriceBook("v1", "", 11, {MODEL: Price(2, 3)})
+    records = [
+        usage_record(price_version=book.id),
+        usage_record(price_version=book.id, status="cancelled", cached_input_tokens=5, output_tokens=0),
+        usage_record(price_version=book.id, status="error", error_code=3043),
+        usage_record(price_version=book.id, model="mystery", served_by="mystery"),
+    ]
+    bill = await bill_of(tmp_path / "l", records, book)
+    costs = call_costs(tmp_path / "l", records)
+    assert costs == [Cost(26, 286), Cost(30, 330), Cost(0, 0), None]
+    assert bill.total_pico_dollars == 286 + 330
+    with pytest.raises(EdgeError, match=r"lacks the price book gone\+1"):
+        call_costs(tmp_path / "l", [usage_record(price_version="gone+1")])
 
 
 async def test_grouping_window_and_account(tmp_path: Path) -> None:

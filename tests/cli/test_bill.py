@@ -65,13 +65,48 @@ def test_usage(run: Run) -> None:
         "compute_us": 700,
         "wall_us": 1_000_000,
         "price_version": load_prices().id,
+        "neurons": "2457.036504",
+        "usd_exact": "0.027027401544",
     }
+    assert [(record["neurons"], record["usd_exact"]) for record in records[:3]] == [
+        (None, None),  # no price
+        ("0", "0"),  # failed
+        ("0.061074", "0.000000671814"),
+    ]
     assert len(json.loads(run("usage", "--json", "--limit", "1").stdout)) == 1
     assert [record["id"] for record in json.loads(run("usage", "--json", "--model", "mystery").stdout)] == ["u3"]
     assert json.loads(run("usage", "--json", "--since", "2026-12-01").stdout) == []
     table = run("usage").stdout
-    for text in ("2026-11-30T12:00:00Z", "error 3043", "1,000,000", "mystery"):
+    for text in ("11-30 12:00:00", "error 3043", "1,000,000", "mystery", "unpriced", "0.027027401544"):
         assert text in table
+    assert "2026-11-30T12" not in table
+
+
+@pytest.mark.usefixtures("written")
+def test_no_match_is_not_no_calls(run: Run, tmp_path: Path) -> None:
+    ledger = tmp_path / FILE_NAME
+    assert run("usage", "--model", "nope").stdout == f"No calls in {ledger} match --model nope.\n"
+    both = run("usage", "--since", "2026-12-01", "--model", "mystery")
+    assert both.stdout == f"No calls in {ledger} match --since 2026-12-01 --model mystery.\n"
+    assert "2026-12-01T00:00:00Z: no calls\n" in run("bill", "--month", "2026-11", "--account", "nobody").stdout
+
+
+@pytest.mark.usefixtures("written")
+@pytest.mark.parametrize("command", [("usage",), ("bill", "--month", "2026-11"), ("bill", "--since", "2026-11-30")])
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_fit_the_terminal(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = run(*command).stdout.splitlines()
+    assert max(map(len, lines)) <= width
+    assert any("0.027027401544" in line and "3.2-1b-instruct" in line for line in lines)
+
+
+@pytest.mark.usefixtures("written")
+def test_an_amount_below_a_cent_is_shown_exactly(run: Run) -> None:
+    small = run("bill", "--since", "2026-11-30T12:00:00.000001Z", "--until", "2026-12-01").stdout
+    assert "Total 0.000000671814 USD, which is 0.00 in whole cents" in small
 
 
 @pytest.mark.usefixtures("written")
@@ -84,7 +119,7 @@ def test_bill(run: Run) -> None:
     ]
     assert bill["total"]["usd"] == "0.03"
     table = run("bill", "--month", "2026-11").stdout
-    for text in ("unpriced", "0.027027401544", "Total 0.03 USD", "before free allocations", "1 calls are of models"):
+    for text in ("unpriced", "0.027027401544", "Total 0.03 USD", "before free allocations", "1 call is of a model"):
         assert text in table
     window = ("--since", "2026-11-30T12:00:00Z", "--until", "2026-11-30T12:00:01Z", "--by", "worker")
     lines = json.loads(run("bill", *window, "--json").stdout)["lines"]
@@ -97,7 +132,7 @@ def test_bill(run: Run) -> None:
 
 def test_without_a_ledger_there_is_nothing_to_show(run: Run, tmp_path: Path) -> None:
     assert json.loads(run("usage", "--json").stdout) == []
-    assert "No calls are recorded in" in run("usage").stdout
+    assert run("usage").stdout == f"No calls are recorded in {tmp_path / FILE_NAME}.\n"
     assert json.loads(run("bill", "--json").stdout)["total"]["requests"] == 0
     assert "Total 0.00 USD" in run("bill").stdout
     assert list(tmp_path.iterdir()) == []

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from helpers import EDGE
 
 from edge.cli import COMMANDS, cli
 from edge.errors import ModelStoreError, UsageError
@@ -53,11 +54,35 @@ def test_version() -> None:
 
 
 def test_an_unknown_command_names_the_nearest() -> None:
-    result = CliRunner().invoke(cli, ["modles", "list"])
+    result = CliRunner().invoke(cli, ["modles", "list"], prog_name="edge")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "no such command 'modles'; did you mean `edge models`?" in result.stderr
     assert "there are: init, dev," in CliRunner().invoke(cli, ["xyzzy"]).stderr
     assert CliRunner().invoke(cli, ["--nope"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["models", "remove"], "edge models rm"),
+        (["models", "delete", "x"], "edge models rm"),
+        (["models", "install", "x"], "edge models add"),
+        (["models", "ls"], "edge models list"),
+        (["models", "lsit"], "edge models list"),
+        (["serve"], "edge dev"),
+        (["new", "x"], "edge init"),
+    ],
+)
+def test_words_of_other_programs_and_unknown_subcommands_name_the_nearest(arguments: list[str], meant: str) -> None:
+    result = CliRunner().invoke(cli, arguments, prog_name="edge")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.endswith(f"; did you mean `{meant}`?\n")
+
+
+def test_without_a_near_subcommand_all_are_named() -> None:
+    # "install" is a word for `models add`, and there is no `edge add`.
+    assert "there are: init, dev," in CliRunner().invoke(cli, ["install"]).stderr
+    assert "there are: add, list, rm." in CliRunner().invoke(cli, ["models", "xyzzy"]).stderr
 
 
 @pytest.mark.parametrize(
@@ -101,3 +126,28 @@ def test_the_console_script_is_interrupted_quietly(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGINT)
         stdout, stderr = process.communicate(timeout=30)
     assert (process.returncode, stdout, stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("arguments", [["models", "list"], ["bill", "--json"], ["--help"]])
+def test_output_that_cannot_be_written_is_an_error_of_one_line(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "edge.toml").write_text('name = "demo"\nmain = "worker.py"\n')
+    (tmp_path / "worker.py").write_text("")
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([*EDGE, *arguments], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (result.returncode, result.stderr) == (1, "error: [Errno 28] No space left on device\n")
+
+
+def test_names_and_paths_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    folder.mkdir()
+    (folder / "edge.toml").write_text('name = "demo"\nmain = "worker.py"\n')
+    (folder / "worker.py").write_text("")
+    for arguments in (["usage"], ["dev", "--port", "0"]):
+        result = subprocess.run([*EDGE, *arguments], cwd=folder, capture_output=True)
+        assert (result.returncode, result.stdout) == (2, b"")
+        assert result.stderr.endswith(b"is no text in UTF-8, as names and paths have to be\n")
+    result = subprocess.run([*EDGE, "bill", "--state-dir", tmp_path, "--account", b"\xff"], capture_output=True)
+    assert (result.returncode, result.stderr) == (
+        2,
+        b"error: '\\udcff' is no text in UTF-8, as names and paths have to be\n",
+    )

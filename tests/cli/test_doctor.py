@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from doubles import manifest
 
 from edge.cli import cli
 
@@ -66,11 +68,75 @@ def test_what_is_wrong_is_said_with_its_fix(project: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("_no_probes")
+def test_every_address_of_the_configured_port_is_tried(project: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (project / "edge.toml").write_text(f'name = "a"\nmain = "worker.py"\n[dev]\nport = {port}\n')
+        _, checks = examine()
+    assert checks["port"]["found"] == f"localhost:{port}: Address already in use"
+    (project / "edge.toml").write_text('name = "a"\nmain = "worker.py"\n[dev]\nip = "192.0.2.1"\n')
+    _, checks = examine()
+    assert checks["port"]["found"] == "192.0.2.1:8787: Cannot assign requested address"
+
+
+CPU_BUILD = {"version": "2.13.0+cpu", "cuda": None, "devices": []}
+CUDA_BUILD = {"version": "2.13.0", "cuda": "13.0", "devices": ["Tesla"]}
+
+
+@pytest.mark.parametrize(
+    ("device", "torch", "status", "found"),
+    [
+        ("cpu", CPU_BUILD, "ok", "2.13.0+cpu; models run on the CPU"),
+        ("cpu", CUDA_BUILD, "ok", "would run on Tesla"),
+        ("cuda", CPU_BUILD, "fail", '2.13.0+cpu is a build for the CPU; the configuration says device = "cuda"'),
+        ("cuda", CUDA_BUILD, "ok", "2.13.0; cuda is Tesla"),
+        ("cuda:1", CUDA_BUILD, "fail", 'finds 1 CUDA devices; the configuration says device = "cuda:1"'),
+        ("cuda", CUDA_BUILD | {"devices": []}, "fail", "finds 0 CUDA devices"),
+    ],
+)
+def test_torch_must_have_the_configured_device(
+    project: Path, monkeypatch: pytest.MonkeyPatch, device: str, torch: dict[str, Any], status: str, found: str
+) -> None:
+    monkeypatch.setattr("edge.cli.doctor._ask", lambda _command: (torch | {"layers": []}, ""))
+    (project / "edge.toml").write_text(f'name = "a"\nmain = "worker.py"\n[engine]\ndevice = "{device}"\n')
+    code, checks = examine()
+    assert checks["torch"]["status"] == status
+    assert found in checks["torch"]["found"]
+    if status == "fail":
+        assert code == 1
+        assert checks["torch"]["fix"].endswith('or set device = "cpu" under [engine]')
+
+
+@pytest.mark.usefixtures("_no_probes")
+def test_a_stand_in_whose_model_is_not_installed_is_warned_about(project: Path) -> None:
+    manifest("small").write(model_folder(project, "small") / "manifest.json")
+    stand_ins = '[ai.models]\n"@cf/a/b" = "small"\n"@cf/c/d" = "large"\n'
+    (project / "edge.toml").write_text(f'name = "a"\nmain = "worker.py"\n{stand_ins}')
+    _, checks = examine()
+    assert checks["models"] == {
+        "check": "models",
+        "status": "warn",
+        "found": "small; but not 'large', which [ai.models] has stand in for '@cf/c/d'",
+        "fix": "edge models add SPEC --name large; or name an installed one in [ai.models]",
+    }
+    manifest("large").write(model_folder(project, "large") / "manifest.json")
+    assert examine()[1]["models"]["found"] == "large, small"
+
+
+def model_folder(project: Path, name: str) -> Path:
+    folder = project / ".edge" / "models" / name
+    folder.mkdir(parents=True)
+    (folder / "model.gguf").write_bytes(b"")
+    return folder
+
+
+@pytest.mark.usefixtures("_no_probes")
 def test_a_wrong_configuration_fails_and_a_missing_one_warns(project: Path) -> None:
     write_config(project, port='"x"')
     code, checks = examine()
     assert (code, checks["config"]["status"]) == (1, "fail")
     assert "dev.port: expected a port" in checks["config"]["found"]
+    assert list(checks)[-1] == "config"
     (project / "edge.toml").unlink()
     _, checks = examine("--state-dir", "elsewhere")
     assert checks["config"]["status"] == "warn"
@@ -79,8 +145,17 @@ def test_a_wrong_configuration_fails_and_a_missing_one_warns(project: Path) -> N
 
 
 @pytest.mark.usefixtures("_no_probes")
-def test_people_get_a_table_and_a_summary(project: Path) -> None:
-    result = CliRunner().invoke(cli, ["doctor"])
-    lines = result.stdout.splitlines()
-    assert lines[0].split() == ["Check", "Status", "Found", "Fix"]
-    assert lines[-1].endswith("failures")
+@pytest.mark.parametrize("width", [None, 80, 120])
+def test_people_get_lines_that_fit_and_a_summary(
+    project: Path, monkeypatch: pytest.MonkeyPatch, width: int | None
+) -> None:
+    if width is not None:
+        monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    lines = CliRunner().invoke(cli, ["doctor"]).stdout.splitlines()
+    assert lines[0].startswith("python    ok    ")
+    at = lines.index("openmp    warn  OMP_WAIT_POLICY=ACTIVE")
+    assert lines[at + 1].startswith("                Fix: unset OMP_WAIT_POLICY: ")
+    assert re.fullmatch(r"\d+ ok, (1 warning|\d+ warnings), (1 failure|\d+ failures)", lines[-1])
+    long_words = [word for line in lines for word in line.split() if len(word) > 60]
+    assert max(len(line) for line in lines if not any(word in line for word in long_words)) <= (width or 80)

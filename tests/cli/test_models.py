@@ -34,7 +34,9 @@ def test_add_list_and_remove(tmp_path: Path, folder: Path) -> None:
     state = tmp_path / "state"
     added = edge("add", folder, "--state-dir", state)
     assert (added.exit_code, added.stdout) == (0, "")
-    assert added.stderr.splitlines()[1].endswith(f"is in {state}/models/tiny-model/model")
+    _, where, running = added.stderr.splitlines()
+    assert where.endswith(f"is in {state}/models/tiny-model/model")
+    assert running == "An `edge dev` that is running serves it within a second or two."
 
     listed = edge("list", "--state-dir", state)
     assert [line.split() for line in listed.stdout.splitlines()[2:]] == [
@@ -58,7 +60,8 @@ def test_the_state_is_beside_the_configuration(tmp_path: Path, folder: Path, mon
     monkeypatch.chdir(project / "src")
     assert edge("add", folder, "--name", "mine").exit_code == 0
     assert (project / "state" / "models" / "mine" / "manifest.json").is_file()
-    assert edge("add", folder, "--if-missing").exit_code == 0
+    there_already = edge("add", folder, "--if-missing")
+    assert (there_already.exit_code, "is running" in there_already.stderr) == (0, False)
     again = edge("add", folder)
     assert (again.exit_code, again.stdout) == (1, "")
     assert "error: a model 'mine' is installed already" in again.stderr

@@ -189,6 +189,23 @@ def test_a_client_that_hangs_up_stops_the_work(dev: tuple[httpx.Client, Any], st
     assert all(0 < record["output_tokens"] < 1000 for record in records)
 
 
+def test_ctrl_c_while_a_stream_runs(dev: tuple[httpx.Client, Any], state_dir: Path) -> None:
+    client, server = dev
+    long = {"prompt": "Tell me a long story.", "max_tokens": 4000, "temperature": 0, "stream": True}
+    with client.stream("POST", f"{REST}/run/{MODEL}", json=long, headers=AUTH) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGINT)
+        wait_for(lambda: "requests still running: 1" in server.output)
+        server.process.send_signal(signal.SIGINT)
+        assert "data: [DONE]" not in list(lines)
+    server.process.wait(HANG_S)
+    assert "Traceback" not in server.output
+    (record,) = edge("usage", "--state-dir", str(state_dir))
+    assert record["status"] in ("cancelled", "error")
+    assert record["output_tokens"] > 0
+
+
 def test_a_handler_that_fails(dev: tuple[httpx.Client, Any]) -> None:
     client, server = dev
     page = client.get("/raise", headers={"accept": "text/html"})

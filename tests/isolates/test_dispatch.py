@@ -974,3 +974,24 @@ def peak_kb(pid: int) -> int:
     """The most memory that a process had resident so far, in KiB."""
     with open(f"/proc/{pid}/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+
+
+@pytest.mark.parametrize(
+    ("code", "hint"),
+    [
+        ("return request.text()", "Is an `await` missing?"),
+        ("return Response(request.text())", "Is an `await` missing?"),
+        ("return Response(self.env.AI.run('m', {})['response'])", "Is an `await` missing?"),
+        ("return Response(request.json().name)", "Is an `await` missing?"),
+        ("return 'text'", "Response(value) makes a response of it."),
+        ("return {}", "Response.json(value) makes a JSON response of it."),
+    ],
+)
+async def test_a_common_slip_is_named(worker, code, hint):
+    await worker.deploy(f"async def fetch(self, request):\n    {code}")
+    with pytest.raises(HandlerFailed) as caught:
+        await worker.get()
+    assert hint.lower() in f"{caught.value.traceback}".lower()
+    await asyncio.sleep(0.1)
+    if "self.env" not in code and ".name" not in code:  # there Python has the coroutine and says it was never awaited
+        assert not any("never awaited" in text for _, _, text in worker.logs)

@@ -227,6 +227,32 @@ async def test_the_body_limit_holds_while_reading(client: httpx.AsyncClient) -> 
     assert (await client.post(f"{BASE}/run/{MODEL}", content=prompt)).status_code == 200
 
 
+async def test_large_bodies_under_way_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edge.node.api.MAX_HELD_BYTES", 3000)
+    answers = asyncio.Event()
+    pool = ScriptedPool(answers, *answer("1"))
+    async with client_of(make_app(pool)) as client:
+        held = [asyncio.create_task(client.post(f"{BASE}/run/{MODEL}", json={"prompt": "x" * 1200})) for _ in range(2)]
+        await until_called(pool, 2)
+        refused = await client.post(f"{BASE}/v1/chat/completions", json={**CHAT, "padding": "x" * 1200})
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert "too many large requests" in refused.json()["error"]["message"]
+        small = asyncio.create_task(client.post(f"{BASE}/run/{MODEL}", json={"prompt": "x"}))
+        await until_called(pool, 3)
+        answers.set()
+        assert [response.status_code for response in await asyncio.gather(*held, small)] == [200] * 3
+        again = await client.post(f"{BASE}/run/{MODEL}", json={"prompt": "x" * 2900})
+        assert again.status_code == 200
+
+
+async def until_called(pool: ScriptedPool, num_calls: int) -> None:
+    async with asyncio.timeout(30):
+        while len(pool.requests) < num_calls:
+            pool.is_called.clear()
+            await pool.is_called.wait()
+
+
 async def test_batches_are_refused_wherever_they_are_asked_for(client: httpx.AsyncClient) -> None:
     for query, extra in (
         ("?queueRequest=true", {}),

@@ -11,13 +11,16 @@ from typing import Any
 import httpx
 import pytest
 import tiny_models
+from msgspec.structs import replace
 
 from edge.billing.bill import make_bill
 from edge.billing.ledger import FILE_NAME, latest_records
 from edge.billing.times import now_us
 from edge.config import AiConfig, BillingConfig, Config, EngineConfig
 from edge.errors import ConfigError
+from edge.node.access import Access
 from edge.node.app import Node
+from edge.node.bundle import bundle_of
 from edge.weights.store import ModelStore
 
 HANG_S = 60
@@ -84,14 +87,72 @@ async def test_a_price_book_that_is_not_exact_is_refused_at_start(config: Config
         Node(config, tokens={}, show_tracebacks=True, say=print, access_log=lambda *_: None)
 
 
+async def test_stand_ins_are_taken_over_while_it_runs(config: Config) -> None:
+    accesses: list[Access] = []
+    node = Node(config, tokens={"t": "acme"}, show_tracebacks=True, say=print, access_log=accesses.append)
+    async with node, httpx.AsyncClient(transport=httpx.ASGITransport(node.app), base_url="http://node") as client:
+        client.headers["authorization"] = "Bearer t"
+        missing = (await run(client, "@cf/new/one"))["errors"][0]
+        assert missing["code"] == 5007
+        assert '"@cf/new/one" = "tiny" under [ai.models]' in missing["message"]
+        node.use_stand_ins(replace(config, ai=AiConfig(models={"@cf/new/one": "tiny"})))
+        assert (await run(client, "@cf/new/one"))["result"]["response"]
+        assert (await run(client, "house/model"))["errors"][0]["code"] == 5007
+    assert [access.status for access in accesses] == [400, 200, 400]
+    assert accesses[0].path == f"{BASE}/run/@cf/new/one"
+    assert accesses[0].problem.startswith("no model '@cf/new/one'")
+
+
 async def test_models_that_are_removed_added_and_replaced_while_it_runs(config: Config, tmp_path: Path) -> None:
     store, said = ModelStore.in_state_dir(config.state_dir), []
     async with running(config, said) as client:
         first = (await run(client, "tiny"))["result"]["response"]
         store.remove("tiny")
         store.add(str(tiny_models.save_folder(tmp_path / "other", seed=1)), "tiny")
-        await until(lambda: "Models    tiny" in said)
+        await until(lambda: "Models    house/model, tiny" in said)
         assert (await run(client, "tiny"))["result"]["response"] != first
         store.remove("tiny")
         await until(lambda: "Models    none" in said)
         assert (await run(client, "tiny"))["errors"][0]["code"] == 5007
+
+
+async def test_a_store_that_cannot_be_read_for_a_while_is_looked_at_again(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    async with running(config, said) as client:
+        assert (await run(client, "tiny"))["success"]
+        looks = 0
+
+        def unreadable(store: ModelStore) -> list[Any]:
+            nonlocal looks
+            looks += 1
+            raise PermissionError(13, "Permission denied")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelStore, "list", unreadable)
+            ModelStore.in_state_dir(config.state_dir).remove("tiny")
+            await until(lambda: looks >= 2)
+            assert (await run(client, "tiny"))["success"]  # it is in memory
+        await until(lambda: "Models    none" in said)
+
+
+async def test_what_the_router_refuses_is_told_as_the_api_tells_errors(config: Config) -> None:
+    async with running(config, []) as client:
+        response = await client.get(f"{BASE}/run/tiny")
+    assert (response.status_code, response.json()["errors"][0]["code"]) == (405, 7001)
+
+
+@pytest.mark.parametrize("path", ["/a%0Ab", "/healthz/", "/client/v4x", "/%1b[2J"])
+async def test_every_path_that_is_not_the_node_s_own_is_the_worker_s(config: Config, path: str) -> None:
+    config.main.write_text(
+        "from workers import Response, WorkerEntrypoint\n"
+        "class Default(WorkerEntrypoint):\n"
+        "    async def fetch(self, request):\n"
+        "        return Response(request.url)\n"
+    )
+    node = Node(config, tokens={}, show_tracebacks=True, say=print, access_log=lambda *_: None)
+    async with node, httpx.AsyncClient(transport=httpx.ASGITransport(node.app), base_url="http://node") as client:
+        await node.deploy(bundle_of(config))
+        response = await client.get(path)
+    assert (response.status_code, response.text) == (200, str(response.request.url))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from edge.config import AiConfig, Config
@@ -24,7 +25,12 @@ def test_the_version_is_of_the_code_and_of_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "__pycache__").mkdir()
     (tmp_path / "__pycache__" / "x.py").write_text("x")
     (tmp_path / "loop").symlink_to(tmp_path)
+    os.mkfifo(tmp_path / "pipe.py")
+    (tmp_path / "itself.py").symlink_to(tmp_path / "itself.py")
+    (tmp_path / "folder.py").mkdir()
     assert bundle_of(config).version == first
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.py")).write_text("")  # a name that is no text
+    assert bundle_of(config).version != first
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "helper.py").write_text("b = 2")
     second = bundle_of(config).version

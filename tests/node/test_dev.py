@@ -1,14 +1,23 @@
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+from helpers import EDGE
 from msgspec.structs import replace
 
 from edge.config import AiConfig, Config, EngineConfig, LimitsConfig
 from edge.errors import PortInUse, UsageError
-from edge.node.dev import _listen, _only_at_start, _public_address
+from edge.node.access import Access
+from edge.node.dev import _listen, _log_access, _only_at_start, _public_address
 
 
 def close(sockets: list[socket.socket]) -> None:
@@ -48,7 +57,84 @@ def test_an_address_that_is_not_here() -> None:
 
 def test_what_only_a_new_start_takes_over_is_named(tmp_path: Path) -> None:
     running = Config("demo", tmp_path / "worker.py", ai=AiConfig(models={"@cf/a": "b"}))
-    taken_over = replace(running, name="other", vars={"A": 1}, ai=AiConfig("LLM", {"@cf/a": "b"}))
+    taken_over = replace(running, name="other", vars={"A": 1}, ai=AiConfig("LLM", {"@cf/a": "c"}))
     assert _only_at_start(running, taken_over) == []
     changed = replace(running, limits=LimitsConfig(1.0), engine=EngineConfig(dtype="bfloat16"), ai=None)
-    assert _only_at_start(running, changed) == ["limits", "engine", "ai.models"]
+    assert _only_at_start(running, changed) == ["limits", "engine"]
+
+
+WORKER = """
+import asyncio
+from workers import Response, WorkerEntrypoint
+
+class Default(WorkerEntrypoint):
+    async def fetch(self, request):
+        return Response(self.forever()) if request.url.endswith("/forever") else Response("{answer}")
+
+    async def forever(self):
+        while True:
+            yield b"x"
+            await asyncio.sleep(0.01)
+"""
+EdgeDev = Callable[..., tuple[str, Any]]
+HANGS = "import time\ntime.sleep(600)\n"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with a worker that answers "one"."""
+    (tmp_path / "edge.toml").write_text('name = "demo"\nmain = "worker.py"\n')
+    (tmp_path / "worker.py").write_text(WORKER.format(answer="one"))
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_an_import_that_hangs_holds_up_neither_the_next_save_nor_the_end(project: Path, edge_dev: EdgeDev) -> None:
+    url, _ = edge_dev(project)
+    assert httpx.get(url).text == "one"
+    (project / "worker.py").write_text(HANGS)
+    time.sleep(0.5)  # it is noticed and being imported
+    (project / "worker.py").write_text(WORKER.format(answer="two"))
+    wait_for(lambda: httpx.get(url).text == "two")
+    (project / "worker.py").write_text(HANGS)
+    time.sleep(0.5)
+
+
+def test_an_import_that_hangs_at_the_start_can_be_interrupted(project: Path) -> None:
+    (project / "worker.py").write_text(HANGS)
+    server = subprocess.Popen([*EDGE, "dev", "--port", "0"], cwd=project, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for((project / ".edge" / "ledger.sqlite").exists)
+        time.sleep(0.5)
+        server.send_signal(signal.SIGINT)
+        _, errors = server.communicate(timeout=30)
+    finally:
+        server.kill()
+    assert (server.returncode, errors) == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_answer_without_end_is_cut_at_the_end_without_noise(project: Path, edge_dev: EdgeDev, number: int) -> None:
+    url, server = edge_dev(project)
+    with httpx.stream("GET", f"{url}/forever") as response:
+        os.killpg(server.process.pid, number)
+        with pytest.raises(httpx.RemoteProtocolError):
+            for _ in response.iter_bytes():
+                pass
+    server.process.wait(30)
+    server.stop()
+    assert "/forever 200, cut short" in server.output
+    assert "Traceback" not in server.output
+
+
+def test_what_clients_send_does_not_reach_the_terminal_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    _log_access(Access("GET", "/\x1b[2J\nGET /admin", 404, True, 1.2, "no route for /\x1b[2J"))
+    assert capsys.readouterr().err == "GET /�[2J�GET /admin 404 (1 ms)  no route for /�[2J\n"
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)

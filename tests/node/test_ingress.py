@@ -17,6 +17,7 @@ from edge.config import LimitsConfig
 from edge.errors import HandlerFailed
 from edge.isolates.base import Bundle, OutboundResponse
 from edge.isolates.dispatch import Isolates
+from edge.node.access import Access, AccessLogged
 from edge.node.ingress import Ingress, _checked_headers
 
 HANG_S = 30
@@ -37,6 +38,8 @@ class Default(WorkerEntrypoint):
                 return Response("", headers=[("set-cookie", "a=1"), ("set-cookie", "b=2"), ("connection", "close")])
             case "empty":
                 return Response(None, status=204)
+            case "redirect":
+                return Response.redirect("http://example.com/")
             case "raise":
                 raise ValueError("<b>secret</b>")
             case "break":
@@ -74,7 +77,7 @@ class Site:
         self.url = url
         self.printed: list[str] = []
         self.errors: list[str] = []
-        self.accesses: list[tuple[str, str, int]] = []
+        self.accesses: list[Access] = []
 
     def client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self.url, timeout=HANG_S)
@@ -104,10 +107,10 @@ async def served(folder: Path, *, show_tracebacks: bool) -> AsyncIterator[Site]:
     ingress = Ingress(
         isolates,
         show_tracebacks=show_tracebacks,
-        access_log=lambda method, path, status, _ms: site.accesses.append((method, path, status)),
         error_log=site.errors.append,
     )
-    server = uvicorn.Server(uvicorn.Config(ingress, lifespan="off", log_config=None, timeout_graceful_shutdown=1))
+    app = AccessLogged(ingress, site.accesses.append)
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1))
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
     try:
         await isolates.start()
@@ -134,7 +137,8 @@ async def test_a_request_arrives_as_it_was_sent(site: Site) -> None:
     assert response.json() == {"method": "PUT", "url": f"{site.url}/echo?q=%20a&q=b", "body": "hi", "x": ["1, 2"]}
     assert response.headers["x-seen"] == "yes"
     assert response.headers["content-type"] == "application/json"
-    assert site.accesses == [("PUT", "/echo", 200)]
+    (access,) = site.accesses
+    assert (access.method, access.path, access.status, access.is_complete) == ("PUT", "/echo", 200, True)
 
 
 async def test_bodies_stream_both_ways(site: Site) -> None:
@@ -158,6 +162,8 @@ async def test_headers_that_belong_to_the_connection_are_ours(site: Site) -> Non
 async def test_responses_without_a_body(site: Site) -> None:
     async with site.client() as client:
         assert (await client.get("/empty")).status_code == 204
+        redirect = await client.get("/redirect")
+        assert (redirect.status_code, redirect.headers["content-length"]) == (302, "0")
         head = await client.head("/echo")
         assert (head.status_code, head.content) == (200, b"")
         assert (await client.get("/echo")).json()["method"] == "GET", "the connection is still in step"
@@ -191,6 +197,7 @@ async def test_a_body_that_breaks_off_does_not_look_complete(site: Site) -> None
         with pytest.raises(httpx.RemoteProtocolError):
             await client.get("/break")
     assert any("cut short" in line and "half-way" in line for line in site.errors)
+    assert [(access.status, access.is_complete) for access in site.accesses] == [(200, False)]
 
 
 @pytest.mark.parametrize("path", ["/forever", "/slow"])
@@ -204,6 +211,9 @@ async def test_a_client_that_hangs_up_cancels_the_handler(site: Site, path: str)
     writer.close()
     await writer.wait_closed()
     await site.wait_printed(f"{path[1:]} was cancelled")
+    (access,) = site.accesses
+    assert (access.path, access.is_complete) == (path, False)
+    assert access.status == (200 if path == "/forever" else None)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,8 +18,17 @@ import tiny_models
 from helpers import is_alive
 
 from edge.config import EngineConfig
-from edge.errors import ConfigError, EngineLost, InvalidInput, OutOfCapacity, PromptTooLong, UnknownModel, WeightsError
-from edge.frames import Delta, Done, Generate, Started
+from edge.errors import (
+    ConfigError,
+    EngineLost,
+    InvalidInput,
+    OutOfCapacity,
+    PromptTooLong,
+    RequestTooLarge,
+    UnknownModel,
+    WeightsError,
+)
+from edge.frames import Delta, Done, Generate, Started, Usage
 from edge.pool.local import LocalPool
 
 HANG_S = 60
@@ -129,6 +140,20 @@ async def test_closing_the_generator_cancels_the_work(folder: Path) -> None:
         assert text(await collect(pool, tiny_models.request()))
 
 
+async def test_a_cancelled_call_is_told_what_it_used_though_nobody_read_it(folder: Path) -> None:
+    async with running({"tiny": folder}) as pool:
+        used: list[Usage] = []
+        frames = pool.generate(tiny_models.request(max_tokens=400, credit=1), used.append)
+        started = await anext(frames)
+        assert isinstance(started, Started)
+        await until(lambda: pool.status()["num_calls"] == 1)
+        await asyncio.sleep(0.2)  # for the prompt, and the one token that there is credit for
+        await frames.aclose()
+        assert used[-1].input_tokens == started.num_prompt_tokens
+        assert used[-1].output_tokens == 1
+        assert used[-1].compute_us > 0
+
+
 async def test_a_killed_engine_fails_its_calls_and_the_next_ones_work(folder: Path) -> None:
     async with running({"tiny": folder}) as pool:
         expected = text(await collect(pool, tiny_models.request()))
@@ -147,6 +172,82 @@ async def test_a_killed_engine_fails_its_calls_and_the_next_ones_work(folder: Pa
         status = pool.status()
         assert status["pid"] != first_pid
         assert (status["num_restarts"], status["last_failure"]) == (1, "was killed by SIGKILL")
+
+
+async def test_a_call_that_a_dead_engine_had_not_accepted_goes_to_the_next_one(folder: Path) -> None:
+    async with running({"tiny": folder}) as pool:
+        expected = text(await collect(pool, tiny_models.request()))
+        os.kill(pool.status()["pid"], signal.SIGKILL)
+        assert text(await collect(pool, tiny_models.request())) == expected  # sent before anybody knows of the death
+        assert pool.status()["num_restarts"] == 1
+
+
+async def test_what_waits_for_a_hanging_engine_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running({"tiny": folder}, EngineConfig(num_threads=1, max_waiting=3)) as pool:
+        await collect(pool, tiny_models.request())
+        pid = pool.status()["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        waiting = [asyncio.create_task(collect(pool, tiny_models.request())) for _ in range(3)]
+        await until(lambda: pool.status()["num_calls"] == 3)
+        with pytest.raises(OutOfCapacity, match="3 calls are waiting for the engine"):
+            await collect(pool, tiny_models.request())
+        waiting.pop().cancel()
+        await until(lambda: pool.status()["num_calls"] == 2)
+        monkeypatch.setattr("edge.pool.local.MAX_UNSENT_BYTES", 1 << 20)
+        waiting.append(asyncio.create_task(collect(pool, tiny_models.request("x" * (4 << 20)))))
+        await until(lambda: pool.status()["num_calls"] == 3)
+        waiting.pop(0).cancel()
+        await until(lambda: pool.status()["num_calls"] == 2)
+        with pytest.raises(OutOfCapacity, match="2 calls are waiting for the engine"):
+            await collect(pool, tiny_models.request())
+        os.kill(pid, signal.SIGCONT)
+        served, refused = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(served, list)
+        assert isinstance(refused, PromptTooLong)
+
+
+async def test_a_request_over_the_limit_of_a_frame_harms_nobody(folder: Path) -> None:
+    async with running({"tiny": folder}) as pool:
+        with pytest.raises(RequestTooLarge, match="too long to be handed to the engine"):
+            await collect(pool, tiny_models.request("x" * (33 << 20)))
+        assert text(await collect(pool, tiny_models.request()))
+        assert pool.status()["num_calls"] == 0
+
+
+async def test_a_call_in_flight_is_told_that_the_node_shuts_down(folder: Path) -> None:
+    async with running({"tiny": folder}) as pool:
+        frames = pool.generate(tiny_models.request(max_tokens=400, credit=1))
+        assert isinstance(await anext(frames), Started)
+        await pool.close()
+        with pytest.raises(EngineLost, match="the node is shutting down"):
+            async for _ in frames:
+                pass
+
+
+async def test_the_engine_does_not_get_the_signals_of_the_terminal_or_a_service_manager(folder: Path) -> None:
+    async with running({"tiny": folder}) as pool:
+        await collect(pool, tiny_models.request())
+        pid = pool.status()["pid"]
+        assert os.getsid(pid) != os.getsid(0)
+        os.kill(pid, signal.SIGTERM)
+        assert text(await collect(pool, tiny_models.request()))
+        assert pool.status()["pid"] == pid
+
+
+async def test_an_engine_that_finds_no_file_descriptors_is_started_later(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = socket.socketpair, [OSError(errno.EMFILE, "Too many open files")]
+
+    def socketpair() -> tuple[socket.socket, socket.socket]:
+        if left:
+            raise left.pop()
+        return real()
+
+    monkeypatch.setattr("edge.pool.local.socket.socketpair", socketpair)
+    async with running({"tiny": folder}) as pool:
+        assert text(await collect(pool, tiny_models.request()))
+        assert "Too many open files" in pool.status()["last_failure"]
 
 
 async def test_a_hanging_engine_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

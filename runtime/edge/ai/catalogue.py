@@ -54,12 +54,13 @@ class Catalogue:
     def __init__(self, installed: Iterable[Manifest], stand_ins: Mapping[str, str], prices: PriceBook) -> None:
         """`stand_ins` maps catalogue ids to names of installed models."""
         self.prices = prices
-        self._stand_ins = dict(stand_ins)
+        self._stand_ins: dict[str, str] = {}
         self._models: dict[str, Model] = {}
-        self.update(installed)
+        self.update(installed, stand_ins)
 
-    def update(self, installed: Iterable[Manifest]) -> None:
-        """From now on, `installed` are the installed models."""
+    def update(self, installed: Iterable[Manifest], stand_ins: Mapping[str, str]) -> None:
+        """From now on, these are the models."""
+        self._stand_ins = dict(stand_ins)
         manifests = {manifest.name: manifest for manifest in installed}
         served = {name: name for name in manifests} | {
             id: name for id, name in self._stand_ins.items() if name in manifests
@@ -108,7 +109,11 @@ class Catalogue:
         shown = id if len(id) <= _MAX_ID_CHARS else id[:_MAX_ID_CHARS] + "…"
         if not self._models:
             return f"no model {shown!r}: none is installed. The small default model: edge models add {DEFAULT_SPEC}"
-        return f"no model {shown!r}; {self._nearest(shown)} See `edge models list`; add one with `edge models add SPEC`"
+        ways = "See `edge models list`; add one with `edge models add SPEC`"
+        if id.startswith("@"):  # of somebody else's catalogue: nothing to install under that name, but to map
+            example = f'"{shown}" = "{next(iter(self._models.values())).manifest.name}"'
+            ways += f", or let an installed one stand in for it: {example} under [ai.models] in the configuration"
+        return f"no model {shown!r}; {self._nearest(shown)} {ways}"
 
     def _nearest(self, id: str) -> str:
         """The nearest ids, judged by the whole id and by its last part, which is what people misspell."""

@@ -61,7 +61,7 @@ class Gate:
             EdgeError: as the pool refused or lost the call.
         """
         call = _Call(principal, model, self.catalogue.prices.id)
-        events = self._pool.generate(_generate(model, request))
+        events = self._pool.generate(_generate(model, request), call.use)
         is_recorded = False
         self._num_running += 1
         self._idle.clear()
@@ -70,7 +70,7 @@ class Gate:
                 call.see(event)
                 if isinstance(event, Done):
                     is_recorded = True
-                    await asyncio.shield(self._record(call.record()))
+                    await asyncio.shield(self._record(call))
                 yield event
             if not is_recorded:
                 raise EngineLost("the engine ended the answer before it was complete: try again", retry_after_s=1)
@@ -81,7 +81,7 @@ class Gate:
             call.status, call.error_code = "cancelled", None
             raise
         finally:
-            ending = None if is_recorded else self._record(call.record(), stop=events)
+            ending = None if is_recorded else self._record(call, stop=events)
             self._num_running -= 1
             if self._num_running == 0:
                 self._idle.set()
@@ -89,7 +89,7 @@ class Gate:
                 with suppress(MeteringUnavailable):  # the caller gets the first error; this one is in the log
                     await asyncio.shield(ending)
 
-    def _record(self, record: UsageRecord, *, stop: AsyncGenerator[Event, None] | None = None) -> asyncio.Task[None]:
+    def _record(self, call: _Call, *, stop: AsyncGenerator[Event, None] | None = None) -> asyncio.Task[None]:
         """A task of its own that cannot be lost with the caller's: it stops the work, then writes the record."""
 
         async def end() -> None:
@@ -97,12 +97,12 @@ class Gate:
                 if stop is not None:
                     await stop.aclose()
             finally:
-                await self._meter.record(record)
+                await self._meter.record(call.record())
 
         def log_failure(ending: asyncio.Task[None]) -> None:
             self._endings.discard(ending)
             if not ending.cancelled() and (failure := ending.exception()) is not None:
-                _log.error("usage record lost: %s: %s", failure, msgspec.json.encode(record).decode())
+                _log.error("usage record lost: %s: %s", failure, msgspec.json.encode(call.record()).decode())
 
         ending = asyncio.create_task(end())
         self._endings.add(ending)
@@ -133,14 +133,14 @@ class _Call:
         self._started_at_us = now_us()
         self._started_ns = time.monotonic_ns()
 
+    def use(self, usage: Usage) -> None:
+        """Note what has been used by now."""
+        self._usage = usage
+
     def see(self, event: Event) -> None:
-        """Take over what `event` says of usage and outcome."""
-        match event:
-            case Delta(usage=usage):
-                self._usage = usage
-            case Done(usage=usage, finish_reason=reason):
-                self._usage = usage
-                self.status, self.error_code = ("cancelled" if reason == "cancelled" else "ok"), None
+        """Take over what `event` says of the outcome."""
+        if isinstance(event, Done):
+            self.status, self.error_code = ("cancelled" if event.finish_reason == "cancelled" else "ok"), None
 
     def record(self) -> UsageRecord:
         """The usage record as of now."""

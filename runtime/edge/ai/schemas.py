@@ -9,6 +9,7 @@ This module knows nothing about HTTP, models or tokens.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -63,8 +64,8 @@ def native(inputs: Any) -> TextGeneration:
     fields.refuse_unsupported(_UNSUPPORTED | _UNSUPPORTED_NATIVE)
     prompt, messages = fields.string("prompt"), fields.messages(_ROLES)
     if (fields.get("prompt") is None) == (fields.get("messages") is None):
-        given = "both are given" if fields.get("prompt") is not None else "neither is"
-        fields.problem("$", f"must have either prompt or messages: {given}")
+        given = "both are given" if fields.get("prompt") is not None else f"there is neither{fields.nearest('prompt')}"
+        fields.problem("$", f"needs either prompt or messages: {given}")
     raw = fields.boolean("raw")
     if raw and prompt is None:
         fields.problem("$.raw", "is true, which needs prompt: messages always go through the chat template")
@@ -182,6 +183,11 @@ class _Fields:
     def get(self, key: str) -> Any:
         """The value of `key`, as it came."""
         return self._values.get(key)
+
+    def nearest(self, key: str) -> str:
+        """A hint if one of the keys that are there may be a misspelt `key`; else empty."""
+        close = difflib.get_close_matches(key, [name for name in self._values if len(name) < 2 * len(key)], n=1)
+        return f" ({close[0]} is not {key})" if close else ""
 
     def problem(self, path: str, text: str) -> None:
         """Note that what is at `path` is wrong."""

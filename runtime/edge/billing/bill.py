@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from edge.billing.ledger import opened, price_books
+from edge.billing.meter import UsageRecord
 from edge.billing.prices import PriceBook, dollars, neurons
 from edge.billing.times import iso_time
 from edge.errors import EdgeError
@@ -42,6 +43,13 @@ class Tokens(msgspec.Struct):
         self.input_tokens += other.input_tokens
         self.cached_input_tokens += other.cached_input_tokens
         self.output_tokens += other.output_tokens
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """An exact amount, in both of its units."""
+
+    micro_neurons: int
+    pico_dollars: int
 
 
 class Line(msgspec.Struct):
@@ -139,6 +147,26 @@ def make_bill(ledger: Path, *, since_us: int, until_us: int, by: Grouping, accou
         return Bill(since_us, until_us, by, _lines(rows, price_books(database)))
 
 
+def call_costs(ledger: Path, records: Iterable[UsageRecord]) -> list[Cost | None]:
+    """What each of `records`, read from `ledger`, is on the bill with; None: its model has no price.
+
+    A failed call costs nothing.
+
+    Raises:
+        EdgeError: the ledger cannot be read, or lacks the price book that a record names.
+    """
+    with opened(ledger) as database:
+        books = price_books(database)
+    return [_call_cost(record, books) for record in records]
+
+
+def _call_cost(record: UsageRecord, books: dict[str, PriceBook]) -> Cost | None:
+    if record.status == "error":
+        return Cost(0, 0)
+    tokens = Tokens(record.input_tokens, record.cached_input_tokens, record.output_tokens)
+    return _cost(tokens, _book(books, record.price_version), record.model, record.served_by)
+
+
 def _lines(rows: Iterable[sqlite3.Row], books: dict[str, PriceBook]) -> list[Line]:
     lines: dict[str, Line] = {}
     for key, is_failed, model, served_by, price_version, num_requests, *counts, compute_us in rows:
@@ -149,21 +177,34 @@ def _lines(rows: Iterable[sqlite3.Row], books: dict[str, PriceBook]) -> list[Lin
             line.failed_requests += num_requests
             line.failed.add(tokens)
             continue
-        if price_version not in books:
-            raise EdgeError(f"the ledger lacks the price book {price_version} that {num_requests} of its records name")
-        book = books[price_version]
-        price = book.price(model, served_by)
-        if price is None:
+        cost = _cost(tokens, _book(books, price_version), model, served_by)
+        if cost is None:
             line.unpriced_requests += num_requests
             line.unpriced.add(tokens)
             continue
-        micro_neurons = price.micro_neurons(**msgspec.structs.asdict(tokens))
         line.charged_requests += num_requests
         line.charged.add(tokens)
-        line.micro_neurons += micro_neurons
-        line.pico_dollars += micro_neurons * book.pico_dollars_per_micro_neuron
+        line.micro_neurons += cost.micro_neurons
+        line.pico_dollars += cost.pico_dollars
         line.price_versions.add(price_version)
     return list(lines.values())
+
+
+def _book(books: dict[str, PriceBook], price_version: str) -> PriceBook:
+    if price_version not in books:
+        raise EdgeError(
+            f"the ledger lacks the price book {price_version} that records in it name, so that they have no price; "
+            "restore the ledger from a copy"
+        )
+    return books[price_version]
+
+
+def _cost(tokens: Tokens, book: PriceBook, model: str, served_by: str) -> Cost | None:
+    price = book.price(model, served_by)
+    if price is None:
+        return None
+    micro_neurons = price.micro_neurons(**msgspec.structs.asdict(tokens))
+    return Cost(micro_neurons, micro_neurons * book.pico_dollars_per_micro_neuron)
 
 
 def _line_json(line: Line, by: Grouping) -> dict[str, Any]:

@@ -26,8 +26,46 @@ COMMANDS = {
 """Name (also that of the module and of the command in it) to the one line that `edge --help` shows."""
 
 
-class Commands(click.Group):
-    """A group that imports a command's module when the command is called, and prints every `EdgeError`."""
+_OTHER_WORDS = {
+    "create": "init",
+    "new": "init",
+    "run": "dev",
+    "serve": "dev",
+    "start": "dev",
+    "ls": "list",
+    "download": "add",
+    "get": "add",
+    "install": "add",
+    "pull": "add",
+    "delete": "rm",
+    "remove": "rm",
+    "uninstall": "rm",
+}
+"""What other programs call it, to what it is called here."""
+
+
+class Group(click.Group):
+    """A group of commands that names the nearest one where there is none of that name."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that `args` name.
+
+        Raises:
+            click.UsageError: there is none; the nearest one is named.
+        """
+        names = self.list_commands(ctx)
+        if args[0] not in names and not args[0].startswith("-"):
+            close = [name for name in (_OTHER_WORDS.get(args[0]),) if name in names]
+            close += difflib.get_close_matches(args[0], names, n=1)
+            hint = f"did you mean `{ctx.command_path} {close[0]}`?" if close else f"there are: {', '.join(names)}."
+            ctx.fail(f"no such command {args[0]!r}; {hint}")
+        return super().resolve_command(ctx, args)
+
+
+class Commands(Group):
+    """The group that imports a command's module when the command is called, and prints every `EdgeError`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names, in the order in which one meets them."""
@@ -39,20 +77,6 @@ class Commands(click.Group):
             return None
         command: click.Command = getattr(importlib.import_module(f"edge.cli.{cmd_name}"), cmd_name)
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that `args` name.
-
-        Raises:
-            click.UsageError: there is none; the nearest one is named.
-        """
-        if args[0] not in COMMANDS and not args[0].startswith("-"):
-            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            hint = f"did you mean `edge {close[0]}`?" if close else f"there are: {', '.join(COMMANDS)}."
-            ctx.fail(f"no such command {args[0]!r}; {hint}")
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list in `edge --help`, without importing a command."""
@@ -68,6 +92,9 @@ class Commands(click.Group):
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
             ctx.exit(130)
+        except UnicodeEncodeError as error:
+            click.echo(f"error: {error.object!r} is no text in UTF-8, as names and paths have to be", err=True)
+            ctx.exit(2)
 
 
 @click.group(
@@ -85,4 +112,8 @@ def cli() -> None:
 
 def main() -> None:
     """The console script `edge`."""
-    sys.exit(cli.main(prog_name="edge"))
+    try:
+        sys.exit(cli.main(prog_name="edge"))
+    except OSError as error:  # the disk behind stdout is full, for example; a closed pipe is click's own business
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from edge.cli.options import config_options, find_state_dir, json_option
-from edge.cli.output import emit
+from edge.cli.output import Column, emit
 
 if TYPE_CHECKING:
     from edge.billing.bill import Bill, Grouping, Line
@@ -67,30 +68,37 @@ def _window(month: str | None, since: str | None, until: str | None) -> tuple[in
 
 
 def _print(made: Bill) -> None:
+    columns = [
+        Column(made.by, made.by.capitalize()),
+        Column("requests", "Requests"),
+        Column("failed", "Failed", drop=3),
+        Column("input_tokens", "Input"),
+        Column("cached_input_tokens", "Cached", drop=1),
+        Column("output_tokens", "Output"),
+        Column("neurons", "Neurons", drop=2),
+        Column("usd_exact", "USD exact"),
+        Column("usd", "USD"),
+    ]
+    rows = [_for_people(line, made.by) for line in made.lines]
+    emit(rows, columns, as_json=False, footer="\n".join(_summary(made)))
+
+
+def _summary(made: Bill) -> Iterator[str]:
     from edge.billing.bill import NOTE, cents_string
     from edge.billing.prices import dollars
     from edge.billing.times import iso_time
 
-    columns = [
-        (made.by, made.by.capitalize()),
-        ("requests", "Requests"),
-        ("failed", "Failed"),
-        ("input_tokens", "Input"),
-        ("cached_input_tokens", "Cached"),
-        ("output_tokens", "Output"),
-        ("neurons", "Neurons"),
-        ("usd_exact", "USD exact"),
-        ("usd", "USD"),
-    ]
-    rows = [_for_people(line, made.by) for line in made.lines]
-    exact, rounded = dollars(made.total_pico_dollars), cents_string(made.total_cents)
-    footer = (
-        f"{iso_time(made.since_us)} to {iso_time(made.until_us)}, UTC. Total {rounded} USD (exactly {exact}). {NOTE}"
-    )
+    yield f"{iso_time(made.since_us)} to {iso_time(made.until_us)}{'' if made.lines else ': no calls'}"
+    rounded, exact = cents_string(made.total_cents), dollars(made.total_pico_dollars)
+    if made.total_cents == 0 and made.total_pico_dollars > 0:
+        yield f"Total {exact} USD, which is {rounded} in whole cents"
+    else:
+        yield f"Total {rounded} USD (exactly {exact})"
+    yield NOTE
     unpriced = sum(line.unpriced_requests for line in made.lines)
     if unpriced:
-        footer += f" {unpriced} calls are of models without a price and not in the total."
-    emit(rows, columns, as_json=False, footer=footer)
+        calls = "1 call is of a model" if unpriced == 1 else f"{unpriced:,} calls are of models"
+        yield f"{calls} without a price and not in the total."
 
 
 def _for_people(line: Line, by: str) -> dict[str, Any]:

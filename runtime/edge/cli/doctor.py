@@ -5,6 +5,7 @@ The checks read only. What needs torch or the sandbox is asked in a process of i
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -12,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,15 @@ import click
 import msgspec
 
 from edge.cli.options import config_options, json_option, read_config
-from edge.cli.output import emit, format_bytes
-from edge.config import Config, DevConfig, find
+from edge.cli.output import format_bytes, line_width
+from edge.config import Config, DevConfig, EngineConfig, find
 from edge.errors import ConfigError
-from edge.weights.manifest import DEFAULT_SPEC
+from edge.weights.manifest import DEFAULT_NAME, DEFAULT_SPEC
 from edge.weights.store import ModelStore
 
 GB = 1_000_000_000
 PROBE_TIMEOUT_S = 120
+_PIPE_WIDTH = 80
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -48,31 +51,56 @@ def doctor(as_json: bool, config_path: Path | None, state_dir: Path | None) -> N
     The exit code is 1 if something fails that is needed; warnings are about speed or comfort.
     """
     checks = list(examine(config_path, state_dir))
-    rows: list[dict[str, Any]] = [msgspec.to_builtins(check) for check in checks]
-    columns = [("check", "Check"), ("status", "Status"), ("found", "Found"), ("fix", "Fix")]
     counts = {status: sum(check.status == status for check in checks) for status in ("ok", "warn", "fail")}
-    summary = f"{counts['ok']} ok, {counts['warn']} warnings, {counts['fail']} failures"
-    emit(rows, columns, as_json=as_json, footer=summary)
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(checks), ensure_ascii=False, indent=2))
+    else:
+        for check in checks:
+            click.echo("\n".join(_for_people(check, line_width() or _PIPE_WIDTH)))
+        click.echo(f"{counts['ok']} ok, {_number(counts['warn'], 'warning')}, {_number(counts['fail'], 'failure')}")
     if counts["fail"]:
         click.get_current_context().exit(1)
 
 
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _for_people(check: Check, width: int) -> Iterator[str]:
+    """What was found, and in lines of its own the fix."""
+    head = f"{check.check:<8}  {check.status:<4}  "
+    texts = [*check.found.splitlines(), *([f"Fix: {check.fix}"] if check.fix else [])]
+    for text in texts:
+        # Paths and commands stay whole, to be copied, however long they are.
+        yield from textwrap.wrap(
+            text,
+            width,
+            initial_indent=head,
+            subsequent_indent=" " * len(head),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        head = " " * len(head)
+
+
 def examine(config_path: Path | None, state_dir: Path | None) -> Iterator[Check]:
     """All checks, of the machine first and then of the project."""
+    project, config = _config(config_path, state_dir)
     yield _python()
     yield _system()
     yield _cores()
     yield _memory()
-    yield _torch()
+    yield _torch(config.engine if config else EngineConfig())
     yield _cpu_features()
     yield _openmp()
     yield _compiler()
     yield _sandbox()
-    check, config = _config(config_path, state_dir)
-    yield check
+    yield project
+    if project.status == "fail":
+        return  # it says where the models are and what the port is
     folder = config.state_dir if config else (state_dir or Path(".edge")).absolute()
     yield _disk(folder)
-    yield _models(ModelStore.in_state_dir(folder))
+    yield _models(ModelStore.in_state_dir(folder), config.ai.models if config and config.ai else {})
     yield _port(config.dev if config else DevConfig())
 
 
@@ -113,17 +141,29 @@ def _memory() -> Check:
 
 _TORCH_PROBE = """
 import json, torch
-cuda = torch.cuda.is_available()
-print(json.dumps({"version": torch.__version__, "device": torch.cuda.get_device_name(0) if cuda else None}))
+devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "devices": devices}))
 """
 
 
-def _torch() -> Check:
+def _torch(engine: EngineConfig) -> Check:
     answer, why = _ask([sys.executable, "-c", _TORCH_PROBE])
     if answer is None:
         return Check("torch", "fail", f"cannot be imported: {why}", "pip install torch==2.13.0 (README: CPU and CUDA)")
-    device = answer["device"] or "no CUDA device, models run on the CPU"
-    return Check("torch", "ok", f"{answer['version']}; {device}")
+    build, devices = answer["version"], answer["devices"]
+    if engine.device == "cpu":
+        unused = f'; with device = "cuda" under [engine] they would run on {devices[0]}' if devices else ""
+        return Check("torch", "ok", f"{build}; models run on the CPU{unused}")
+    wanted = f'the configuration says device = "{engine.device}"'
+    instead = 'or set device = "cpu" under [engine]'
+    if answer["cuda"] is None:
+        found = f"{build} is a build for the CPU; {wanted}"
+        return Check("torch", "fail", found, f"install the CUDA build of torch (README), {instead}")
+    number = int(engine.device.partition(":")[2] or 0)
+    if number >= len(devices):
+        found = f"{build} finds {len(devices)} CUDA devices; {wanted}"
+        return Check("torch", "fail", found, f"nvidia-smi shows whether driver and device work; repair them, {instead}")
+    return Check("torch", "ok", f"{build}; {engine.device} is {devices[number]}")
 
 
 _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
@@ -170,7 +210,7 @@ def _sandbox() -> Check:
     answer, why = _ask([sys.executable, "-c", _SANDBOX_PROBE])
     if answer is None:
         return Check("sandbox", "fail", f"handlers cannot start: {why}", "use Linux 3.5 or later, with /proc mounted")
-    found = f"base layers: {', '.join(answer['layers'])}. They do not hold back hostile code: run what you trust"
+    found = f"base layers: {', '.join(answer['layers'])}.\nThey do not hold back hostile code: run what you trust"
     return Check("sandbox", "ok", found)
 
 
@@ -215,23 +255,48 @@ def _disk(folder: Path) -> Check:
     return Check("disk", "ok", found)
 
 
-def _models(store: ModelStore) -> Check:
-    names = ", ".join(manifest.name for manifest in store.list())
+def _models(store: ModelStore, stand_ins: dict[str, str]) -> Check:
+    installed = [manifest.name for manifest in store.list()]
+    names = ", ".join(installed)
     broken = store.broken()
     if broken:
         return Check("models", "warn", "; ".join(broken.values()), f"edge models rm {next(iter(broken))}, then add it")
     if not names:
         return Check("models", "warn", f"none in {store.root}", f"edge models add {DEFAULT_SPEC}")
+    for id, name in stand_ins.items():
+        if name not in installed:
+            found = f"{names}; but not {name!r}, which [ai.models] has stand in for {id!r}"
+            spec = DEFAULT_SPEC if name == DEFAULT_NAME else f"SPEC --name {name}"
+            return Check("models", "warn", found, f"edge models add {spec}; or name an installed one in [ai.models]")
     return Check("models", "ok", names)
 
 
 def _port(dev: DevConfig) -> Check:
+    where = f"{dev.ip}:{dev.port}"
     try:
-        family, kind, number, _, address = socket.getaddrinfo(dev.ip, dev.port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, number) as listener:
+        addresses = socket.getaddrinfo(dev.ip, dev.port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        fix = "set ip under [dev] to an address of this machine"
+        return Check("port", "warn", f"{dev.ip} has no address: {error.strerror}", fix)
+    # All of them, as `edge dev` does: "localhost" is 127.0.0.1 and ::1, and not every machine has the second.
+    errors = [_why_not_bound(family, address) for family, _, _, _, address in addresses]
+    failed = [error for error in errors if error is not None]
+    reason = next((error for error in failed if error.errno == errno.EADDRINUSE), None)
+    if reason is None and len(failed) == len(errors):
+        reason = failed[0]
+    if reason is None:
+        return Check("port", "ok", f"{where} is free")
+    other = dev.port + 1 if 1024 <= dev.port < 65535 else DevConfig().port
+    return Check("port", "warn", f"{where}: {reason.strerror}", f"stop what listens there, or: edge dev --port {other}")
+
+
+def _why_not_bound(family: int, address: Any) -> OSError | None:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             listener.bind(address)
     except OSError as error:
-        fix = f"stop what listens there, or: edge dev --port {dev.port + 1}"
-        return Check("port", "warn", f"{dev.ip}:{dev.port}: {error.strerror}", fix)
-    return Check("port", "ok", f"{dev.ip}:{dev.port} is free")
+        return error
+    return None

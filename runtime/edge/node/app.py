@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
 
 from starlette.applications import Starlette
-from starlette.routing import Mount
+from starlette.types import ASGIApp
 
 from edge.ai.catalogue import TEXT_GENERATION, Catalogue
 from edge.ai.gate import Gate, Principal
@@ -22,12 +23,15 @@ from edge.config import Config
 from edge.isolates.base import Bundle, JsonAnswer, StreamAnswer
 from edge.isolates.dispatch import Isolates
 from edge.node import api
-from edge.node.ingress import AccessLog, Ingress
+from edge.node.access import Access, AccessLogged
+from edge.node.ingress import Ingress
 from edge.pool.local import LocalPool
 from edge.weights.manifest import Manifest
 from edge.weights.store import ModelStore
 
 _MODELS_INTERVAL_S = 1.0
+
+_log = logging.getLogger(__name__)
 
 
 class Node:
@@ -37,7 +41,7 @@ class Node:
         tokens: bearer token to account.
         show_tracebacks: whether an exception of a handler is answered with its traceback.
         say: where a line for the operator goes.
-        access_log: called after every request to the worker.
+        access_log: called after every request.
     """
 
     def __init__(
@@ -47,7 +51,7 @@ class Node:
         tokens: Mapping[str, str],
         show_tracebacks: bool,
         say: Callable[[str], None],
-        access_log: AccessLog,
+        access_log: Callable[[Access], None],
     ) -> None:
         self._config = config
         self._say = say
@@ -56,14 +60,17 @@ class Node:
         self._ledger = Ledger(config.state_dir / ledger.FILE_NAME)
         self._ledger.add_price_book(prices)
         self._served = self._installed()
-        self.catalogue = Catalogue(self._served.values(), config.ai.models if config.ai is not None else {}, prices)
+        self._stand_ins = _stand_ins(config)
+        self.catalogue = Catalogue(self._served.values(), self._stand_ins, prices)
         self.pool = LocalPool(self._paths(self._served), config.engine)
         self._gate = Gate(self.pool, self.catalogue, self._ledger)
         self.isolates = Isolates(_AiBinding(self._gate, config.account_id), config.limits, self._on_log)
-        ingress = Ingress(self.isolates, show_tracebacks=show_tracebacks, access_log=access_log, error_log=say)
-        self.app = Starlette(
-            routes=[*api.routes(self._gate, tokens=tokens, health=self._health), Mount("/", app=ingress)]
-        )
+        ingress = Ingress(self.isolates, show_tracebacks=show_tracebacks, error_log=say)
+        doors = Starlette(routes=api.routes(self._gate, tokens=tokens, health=self._health))
+        # The default, and not a route for every path, because no route matches a path with a line break (%0A).
+        doors.router.default = ingress
+        doors.router.redirect_slashes = False
+        self.app: ASGIApp = AccessLogged(doors, access_log)
         self._parts = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -84,6 +91,10 @@ class Node:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End all parts; requests in flight fail with an error that says so. Closing again does nothing."""
         await self._parts.aclose()
 
     async def deploy(self, bundle: Bundle) -> None:
@@ -93,6 +104,11 @@ class Node:
             WorkerStartFailed: it could not be imported; what served before goes on serving.
         """
         await self.isolates.deploy(bundle)
+
+    def use_stand_ins(self, config: Config) -> None:
+        """Take over `[ai.models]` of `config`."""
+        self._stand_ins = _stand_ins(config)
+        self.catalogue.update(self._served.values(), self._stand_ins)
 
     def _installed(self) -> dict[str, Manifest]:
         return {manifest.name: manifest for manifest in self._store.list()}
@@ -110,22 +126,31 @@ class Node:
         seen_ns = 0
         while True:
             await asyncio.sleep(_MODELS_INTERVAL_S)
-            if (changed_ns := self._store.changed_ns) == seen_ns:
+            try:
+                if (changed_ns := self._store.changed_ns) == seen_ns:
+                    continue
+                installed = self._installed()
+            except OSError as error:  # looked at in the middle of a change, or not to be read: look again
+                _log.warning("the models in %s cannot be listed: %s", self._store.root, error)
                 continue
-            seen_ns, installed = changed_ns, self._installed()
+            seen_ns = changed_ns
             if installed != self._served:
                 kept = {name: each for name, each in installed.items() if self._served.get(name) == each}
                 self._served = installed
-                self.catalogue.update(installed.values())
+                self.catalogue.update(installed.values(), self._stand_ins)
                 self.pool.update(self._paths(kept))  # first without those that were replaced under the same name
                 self.pool.update(self._paths(installed))
-                self._say(f"Models    {', '.join(installed) or 'none'}")
+                self._say(f"Models    {', '.join(model.id for model in self.catalogue.models()) or 'none'}")
 
     def _health(self) -> dict[str, Any]:
         return {"engine": self.pool.status(), "worker": {"pid": self.isolates.pid, "sandbox": self.isolates.layers}}
 
     def _on_log(self, bundle: Bundle, invocation: int, level: str, text: str) -> None:
         self._say(text if level == "log" else f"{level}: {text}")
+
+
+def _stand_ins(config: Config) -> dict[str, str]:
+    return config.ai.models if config.ai is not None else {}
 
 
 class _AiBinding:

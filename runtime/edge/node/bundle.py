@@ -41,7 +41,10 @@ def _source_hash(root: Path) -> str:
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(set(folders) - SKIPPED_FOLDERS)
         for path in (Path(folder, name) for name in sorted(files) if name.endswith(".py")):
-            with suppress(FileNotFoundError):  # an editor may be replacing it right now
-                source = path.read_bytes()
-                digest.update(f"{path.relative_to(root)}\0{len(source)}\0".encode() + source)
+            # An editor may be replacing it right now. What is no file, such as a pipe, would be read for ever, and what
+            # cannot be read is for the import to complain about.
+            with suppress(OSError):
+                if path.is_file():
+                    source = path.read_bytes()
+                    digest.update(os.fsencode(path.relative_to(root)) + f"\0{len(source)}\0".encode() + source)
     return digest.hexdigest()[:8]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def while_connected(work: Coroutine[Any, Any, T], hang_up: Coroutine[Any, Any, None]) -> T | None:
+async def while_connected(work: Coroutine[Any, Any, T], hang_up: Coroutine[Any, Any, object]) -> T | None:
     """The result of `work`, which is cancelled, and its end awaited, once `hang_up` returns; then None."""
     working, hanging_up = asyncio.ensure_future(work), asyncio.ensure_future(hang_up)
     try:

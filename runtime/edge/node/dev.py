@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 
 import uvicorn
@@ -23,14 +25,22 @@ from msgspec.structs import replace
 import edge.config
 from edge.config import Config
 from edge.errors import ConfigError, EdgeError, PortInUse, UsageError
+from edge.node.access import Access
 from edge.node.app import Node
 from edge.node.bundle import bundle_of
+from edge.node.connection import while_connected
+from edge.node.protocol import LimitedHttp
 from edge.node.saves import saves
 from edge.weights.manifest import DEFAULT_SPEC
 
 TOKEN = "dev"
 _SHUTDOWN_S = 5
-_FIXED_SECTIONS = ("account_id", "limits", "dev", "engine", "billing")
+_RELOAD_PATIENCE_S = 1.0
+_MAX_PROBLEM_CHARS = 300
+_FIXED_KEYS = ("account_id", "limits", "dev", "engine", "billing")
+"""What only a new start takes over."""
+_CUT_SHORT = ("Cancel %s running task(s)", "ASGI callable returned without completing response")
+"""How uvicorn puts it."""
 
 
 def run(config: Config, *, ip: str, port: int, reload: bool) -> None:
@@ -56,16 +66,24 @@ async def _serve(config: Config, sockets: list[socket.socket], *, reload: bool) 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, server, stop)
     tokens = {TOKEN: config.account_id}
-    async with Node(config, tokens=tokens, show_tracebacks=True, say=_say, access_log=_log_request) as node:
-        await _deploy(node, config)
+    async with Node(config, tokens=tokens, show_tracebacks=True, say=_say, access_log=_log_access) as node:
+        await while_connected(_deploy(node, config), stop.wait())
+        if stop.is_set():
+            return
         server.config.app = node.app
         serving = asyncio.create_task(server.serve(sockets))
-        watching = asyncio.create_task(_reload_on_save(node, config, stop)) if reload else None
+        serving.add_done_callback(lambda _: stop.set())
+        watching = None
+        if reload:
+            watching = asyncio.create_task(while_connected(_reload_on_save(node, config, stop), stop.wait()))
         _say_welcome(config, host, port, models=[model.id for model in node.catalogue.models()], reload=reload)
         try:
+            await stop.wait()
+            await asyncio.wait({serving}, timeout=_SHUTDOWN_S)
+            if not serving.done():
+                await node.close()  # so that answers that still run end with an error that says why
             await serving
         finally:
-            stop.set()
             if watching is not None:
                 await watching
 
@@ -73,7 +91,7 @@ async def _serve(config: Config, sockets: list[socket.socket], *, reload: bool) 
 async def _deploy(node: Node, config: Config) -> bool:
     """Bring up the code as it is on disk now; what is wrong with it is said and leaves the old code serving."""
     try:
-        await node.deploy(bundle_of(config))
+        await node.deploy(await asyncio.to_thread(bundle_of, config))
     except EdgeError as error:
         meanwhile = "the version before it goes on serving" if node.isolates.pid is not None else "nothing is served"
         details = getattr(error, "traceback", "")
@@ -83,14 +101,30 @@ async def _deploy(node: Node, config: Config) -> bool:
 
 
 async def _reload_on_save(node: Node, config: Config, stop: asyncio.Event) -> None:
+    reloading = None
     try:
-        async for _ in saves(config.main.parent, config.path, config.state_dir, stop):
-            await _reload(node, config)
+        async with aclosing(saves(config.main.parent, config.path, config.state_dir, stop)) as bursts:
+            async for _ in bursts:
+                await _end(reloading)
+                reloading = asyncio.create_task(_reload(node, config))
     except (OSError, RuntimeError) as error:  # as watchfiles raises them
         _say(
             f"error: files cannot be watched any more: {error}. Restart `edge dev` after changes; if the limit of "
             "watches is reached, raise it: sysctl fs.inotify.max_user_watches=524288"
         )
+    finally:
+        await _end(reloading, patience_s=0)
+
+
+async def _end(reloading: asyncio.Task[None] | None, patience_s: float = _RELOAD_PATIENCE_S) -> None:
+    """Return once `reloading` is over: an import that hangs must not hold up the save that mends it."""
+    if reloading is None:
+        return
+    await asyncio.wait({reloading}, timeout=patience_s)
+    reloading.cancel()
+    (result,) = await asyncio.gather(reloading, return_exceptions=True)
+    if isinstance(result, Exception):
+        raise result
 
 
 async def _reload(node: Node, running: Config) -> None:
@@ -104,6 +138,7 @@ async def _reload(node: Node, running: Config) -> None:
         except ConfigError as error:
             _say(f"error: {error.message}\nThe worker keeps running with the old configuration.")
             return
+    node.use_stand_ins(config)
     if await _deploy(node, config):
         _say(f"Reloaded in {(time.perf_counter() - started) * 1000:.0f} ms")
     if fixed := _only_at_start(running, config):
@@ -112,10 +147,7 @@ async def _reload(node: Node, running: Config) -> None:
 
 def _only_at_start(running: Config, config: Config) -> list[str]:
     """The keys whose values differ, and that only a new start takes over."""
-    keys = [key for key in _FIXED_SECTIONS if getattr(running, key) != getattr(config, key)]
-    stand_ins = [each.ai.models if each.ai is not None else {} for each in (running, config)]
-    if stand_ins[0] != stand_ins[1]:
-        keys.append("ai.models")
+    keys = [key for key in _FIXED_KEYS if getattr(running, key) != getattr(config, key)]
     if running.main.parent != config.main.parent:
         keys.append("the folder of main (which files are watched)")
     return keys
@@ -134,6 +166,7 @@ class _Server(uvicorn.Server):
 
 
 def _server() -> _Server:
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
     return _Server(
         uvicorn.Config(
             app="",
@@ -142,16 +175,28 @@ def _server() -> _Server:
             access_log=False,
             server_header=False,
             date_header=True,
-            timeout_graceful_shutdown=_SHUTDOWN_S,
+            http=LimitedHttp,
+            ws="none",
+            # After the node has closed, only answers that nobody reads are left.
+            timeout_graceful_shutdown=_SHUTDOWN_S + 1,
         )
     )
 
 
 def _on_signal(server: _Server, stop: asyncio.Event) -> None:
     """Finish what is in flight; on the second signal, do not."""
+    num_running = len(server.server_state.tasks)
+    if num_running and not server.should_exit:
+        _say(f"Stopping; requests still running: {num_running}. They have {_SHUTDOWN_S} s; Ctrl-C again cuts them off")
     server.force_exit = server.should_exit
     server.should_exit = True
     stop.set()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether uvicorn's `record` says what `_on_signal` or the access log does not: that requests were cut short."""
+    cause = record.exc_info[1] if record.exc_info else None
+    return not isinstance(cause, asyncio.CancelledError) and not record.msg.startswith(_CUT_SHORT)
 
 
 def _listen(ip: str, port: int) -> list[socket.socket]:
@@ -179,8 +224,9 @@ def _listen(ip: str, port: int) -> list[socket.socket]:
             for each in sockets:
                 each.close()
             if error.errno == errno.EADDRINUSE:
+                other = port + 1 if port < 65535 else port - 1
                 raise PortInUse(
-                    f"port {port} on {ip} is in use by another process. Choose another one: edge dev --port {port + 1}"
+                    f"port {port} on {ip} is in use by another process. Choose another one: edge dev --port {other}"
                 ) from error
             raise UsageError(f"cannot listen on {ip}:{port}: {error.strerror}") from error
         sockets.append(listener)
@@ -199,8 +245,15 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _log_request(method: str, path: str, status: int, elapsed_ms: float) -> None:
-    _say(f"{method} {path} {status} ({elapsed_ms:.0f} ms)")
+def _log_access(access: Access) -> None:
+    if access.path == "/healthz":
+        return
+    outcome = "hung up" if access.status is None else str(access.status)
+    cut = ", cut short" if access.status is not None and not access.is_complete else ""
+    problem = f"  {access.problem[:_MAX_PROBLEM_CHARS]}" if access.problem else ""
+    line = f"{access.method} {access.path} {outcome}{cut} ({access.elapsed_ms:.0f} ms){problem}"
+    # What clients sent must not move the cursor of the terminal, or look like a line of its own.
+    _say("".join(each if each.isprintable() else "�" for each in line))
 
 
 def _say_welcome(config: Config, host: str, port: int, *, models: list[str], reload: bool) -> None:

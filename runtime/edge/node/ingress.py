@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 
@@ -25,9 +24,6 @@ _HEADER_VALUE = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*\Z")
 _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding"})
 _BODILESS = frozenset({204, 205, 304})
 
-AccessLog = Callable[[str, str, int, float], None]
-"""Called once a request is over, with method, path, status (499: the client went away) and milliseconds."""
-
 
 class Ingress:
     """ASGI app of one worker.
@@ -36,12 +32,9 @@ class Ingress:
     with an id under which the traceback is in the node's log.
     """
 
-    def __init__(
-        self, isolates: Isolates, *, show_tracebacks: bool, access_log: AccessLog, error_log: Callable[[str], None]
-    ) -> None:
+    def __init__(self, isolates: Isolates, *, show_tracebacks: bool, error_log: Callable[[str], None]) -> None:
         self._isolates = isolates
         self._show_tracebacks = show_tracebacks
-        self._access_log = access_log
         self._error_log = error_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,13 +42,8 @@ class Ingress:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1003, "reason": "WebSockets are not supported yet"})
             return
-        started = time.perf_counter()
         exchange = _Exchange(scope, receive, send)
-        try:
-            await while_connected(self._answer(exchange), exchange.client_gone())
-        finally:
-            elapsed_ms = (time.perf_counter() - started) * 1000
-            self._access_log(scope["method"], scope["path"], exchange.status or 499, elapsed_ms)
+        await while_connected(self._answer(exchange), exchange.client_gone())
 
     async def _answer(self, exchange: _Exchange) -> None:
         try:
@@ -103,8 +91,6 @@ class _Exchange:
         self._has_body = self.header("content-length") not in ("", "0") or self.header("transfer-encoding") != ""
         self._body_read = asyncio.Event()
         self._gone = asyncio.Event()
-        self.status: int | None = None
-        """Status sent so far; None until there is one."""
 
     def header(self, name: str) -> str:
         """Value of the first request header called `name` (lower case), or an empty string."""
@@ -160,6 +146,8 @@ class _Exchange:
         Raises:
             EdgeError: the body failed half-way; the response is left unfinished.
         """
+        if response.body is None and response.status not in _BODILESS:
+            headers = [*(pair for pair in headers if pair[0] != b"content-length"), (b"content-length", b"0")]
         await self._send_head(response.status, headers)
         if response.body is not None and self._scope["method"] != "HEAD" and response.status not in _BODILESS:
             async for chunk in response.body:
@@ -173,7 +161,6 @@ class _Exchange:
         await self._send(_body_message(b"" if self._scope["method"] == "HEAD" else body, more=False))
 
     async def _send_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import watchfiles
@@ -19,7 +19,9 @@ DEBOUNCE_MS = 50
 STEP_MS = 20
 
 
-async def saves(root: Path, config_file: Path | None, state_dir: Path, stop: asyncio.Event) -> AsyncIterator[None]:
+async def saves(
+    root: Path, config_file: Path | None, state_dir: Path, stop: asyncio.Event
+) -> AsyncGenerator[None, None]:
     """One item for each burst of saves, until `stop` is set.
 
     What happens in `state_dir` and in folders of tools and caches below `root` is no save.

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
-from edge.frames import Delta, Done, Generate, Started
+from edge.frames import Delta, Done, Generate, Started, Usage
 
-__all__ = ["Pool"]
+OnUsage = Callable[[Usage], None]
+"""Called with what a generation has used by now, each time that this is heard of."""
 
 
 class Pool(Protocol):
     """Runs generations on engines and hides that engines die and come back."""
 
-    def generate(self, request: Generate) -> AsyncGenerator[Started | Delta | Done, None]:
+    def generate(self, request: Generate, on_usage: OnUsage) -> AsyncGenerator[Started | Delta | Done, None]:
         """The frames of one generation: `Started`, `Delta`s, then `Done`. `request.id` is replaced by the pool.
 
-        Closing the generator cancels the work in the engine within one step.
+        Closing the generator cancels the work in the engine within one step; until it is closed, `on_usage` is told
+        of the usage, also of a generation that fails or is cancelled.
 
         Raises:
-            EngineLost: the engine died (retryable); usage up to then is in the last frame received.
+            EngineLost: the engine died (retryable).
             OutOfCapacity, PromptTooLong, InvalidInput, UnknownModel: as the engine refused it.
         """
         ...

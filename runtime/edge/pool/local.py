@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -24,7 +25,16 @@ from typing import Any
 import msgspec
 
 from edge.config import EngineConfig
-from edge.errors import BY_CODE, ConfigError, EdgeError, EngineLost, OutOfCapacity, UnknownModel, WeightsError
+from edge.errors import (
+    BY_CODE,
+    ConfigError,
+    EdgeError,
+    EngineLost,
+    OutOfCapacity,
+    RequestTooLarge,
+    UnknownModel,
+    WeightsError,
+)
 from edge.frames import (
     Delta,
     Done,
@@ -41,6 +51,7 @@ from edge.frames import (
     ToNode,
     UnloadModel,
 )
+from edge.pool.base import OnUsage
 from workers._wire import Cancel, Frame, FrameDecoder, FrameError, encode
 
 PING_INTERVAL_S = 5.0
@@ -51,13 +62,21 @@ MAX_MISSED_PINGS_LOADING = 120
 READY_TIMEOUT_S = 120.0
 """How long a call waits for the engine and its model."""
 EXIT_TIMEOUT_S = 5.0
+CANCEL_TIMEOUT_S = 5.0
+"""How long a cancelled call is heard out: a step, unless the engine hangs."""
 STABLE_S = 30.0
 """An engine that dies younger than this counts as a failed start."""
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Pauses before the next start, by the number of failed starts in a row."""
 MAX_FAILED_STARTS = 3
 """After so many starts in a row that did not even get ready, calls fail at once instead of waiting."""
+MAX_ATTEMPTS = 2
+"""How many engines a call is given to, as long as they die before they have accepted it."""
+MAX_UNSENT_BYTES = 64 << 20
+"""While more waits to be read by the engine, calls are refused."""
 READ_BYTES = 1 << 20
+
+_SHUTTING_DOWN = "the engine is not running: the node is shutting down"
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +110,9 @@ class LocalPool:
         self._supervisor: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._last_failure = ""
+        self._is_closed = False
         self._num_starts = 0
+        self._next_start = 0.0  # on the monotonic clock
         self._num_failed_starts = 0
         self._num_waiting = 0
         self._next_id = 0
@@ -112,48 +133,51 @@ class LocalPool:
 
     async def close(self) -> None:
         """Stop the engine; calls in flight fail. Returns when the process is gone."""
+        self._is_closed = True
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
 
-    async def generate(self, request: Generate) -> AsyncGenerator[Started | Delta | Done, None]:
+    async def generate(
+        self, request: Generate, on_usage: OnUsage = lambda usage: None
+    ) -> AsyncGenerator[Started | Delta | Done, None]:
         """The frames of one generation; see `edge.pool.base.Pool`.
 
-        Up to `request.credit` deltas are buffered here for a slow reader. If the call fails after it was
-        started, a last, empty `Delta` carries its usage before the exception.
+        A call whose engine dies before it has accepted the prompt goes to the next engine, once. Up to
+        `request.credit` deltas are buffered here for a slow reader.
 
         Raises:
             WeightsError: the model cannot be loaded.
+            RequestTooLarge: the request does not fit into a frame.
             EdgeError: as the protocol says.
         """
-        engine = await self._ready(request.model)
-        self._next_id += 1
-        call = engine.open(msgspec.structs.replace(request, id=self._next_id, credit=max(1, request.credit)))
-        is_started = False
-        try:
-            while True:
-                match await call.next():
-                    case Started() as frame:
-                        is_started = True
-                        yield frame
-                    case Delta() as frame:
-                        yield frame
-                        call.give_credit()
-                    case Done() as frame:
-                        call.is_over = True
-                        yield frame
-                        return
-                    case Failed() as frame:
-                        call.is_over = True
-                        if is_started:
-                            yield Delta(frame.id, "", frame.usage)
+        for _ in range(MAX_ATTEMPTS):
+            engine = await self._ready(request.model)
+            self._next_id += 1
+            call = engine.open(
+                msgspec.structs.replace(request, id=self._next_id, credit=max(1, request.credit)),
+                self._config.max_waiting,
+            )
+            try:
+                async for frame in call:
+                    if not isinstance(frame, Started):
+                        on_usage(frame.usage)
+                    if isinstance(frame, Failed):
                         error = BY_CODE.get(frame.code, EdgeError)
                         raise error(frame.message, retry_after_s=1 if error.retryable else None, param=frame.param)
-                    case None:
-                        call.is_over = True
-                        raise _lost(engine.end)
-        finally:
-            engine.leave(call)
+                    yield frame
+                    if isinstance(frame, Done):
+                        return
+                    if isinstance(frame, Delta):
+                        call.give_credit()
+            finally:
+                if not call.is_over:
+                    engine.send(Cancel(call.id))
+                    await call.drain(on_usage)
+                engine.forget(call)
+            if call.is_started:  # else nothing was done for it, and the next engine can do it
+                break
+        raise EngineLost(_SHUTTING_DOWN) if self._is_closed else _lost(engine.end)
 
     def status(self) -> dict[str, Any]:
         """What the engine and its models are doing, for `/healthz`: values that JSON has."""
@@ -199,10 +223,11 @@ class LocalPool:
             self._num_waiting -= 1
 
     def _engine_with(self, model: str) -> _Engine | None:
-        if self._supervisor is None or self._supervisor.done():
-            raise EngineLost("the engine is not running: the node is shutting down")
+        if self._is_closed or self._supervisor is None or self._supervisor.done():
+            raise EngineLost(_SHUTTING_DOWN)
         if self._engine is None and self._num_failed_starts >= MAX_FAILED_STARTS:
-            raise _lost(f"{self._last_failure} in {self._num_failed_starts} starts in a row")
+            pause_s = math.ceil(max(1.0, self._next_start - time.monotonic()))
+            raise _lost(f"{self._last_failure} in {self._num_failed_starts} starts in a row", retry_after_s=pause_s)
         if self._engine is None or self._engine.end:  # the latter: killed, but its socket is not closed yet
             return None
         state = self._engine.models.get(model)
@@ -222,6 +247,7 @@ class LocalPool:
                 self._last_failure = await self._run_engine()
                 num_failed = 1 if time.monotonic() - started >= STABLE_S else num_failed + 1
                 pause_s = BACKOFF_S[min(num_failed, len(BACKOFF_S)) - 1]
+                self._next_start = time.monotonic() + pause_s
                 _log.warning("the engine process %s; starting a new one in %g s", self._last_failure, pause_s)
                 await asyncio.sleep(pause_s)
         finally:
@@ -229,16 +255,21 @@ class LocalPool:
 
     async def _run_engine(self) -> str:
         """Start an engine and serve it until it ends; returns how it ended."""
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:  # out of file descriptors: that passes
+            return f"cannot be started: {error}"
         try:
             with theirs:
                 # Its parent-death signal follows the thread that starts it: the event loop's, which lives as long.
+                # In a session of its own, it does not get the Ctrl-C of the terminal: the node decides when it ends.
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-P", "-m", "edge.engine"),
                     *(str(theirs.fileno()), str(os.getpid()), msgspec.json.encode(self._config).decode()),
                     pass_fds=[theirs.fileno()],
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=sys.__stderr__ or asyncio.subprocess.DEVNULL,
+                    start_new_session=True,
                 )
         except OSError as error:
             ours.close()
@@ -324,21 +355,29 @@ class _Engine:
             self.models.pop(name, None)
             self.send(UnloadModel(name))
 
-    def open(self, request: Generate) -> _Call:
+    def open(self, request: Generate, max_waiting: int) -> _Call:
+        """Send `request`, unless so much is under way already that an engine that hangs would fill this process."""
+        num_waiting = sum(not call.is_started for call in self.calls.values())
+        if num_waiting >= max_waiting or self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            raise OutOfCapacity(
+                f"{num_waiting} calls are waiting for the engine to read their prompts; try again later",
+                retry_after_s=1,
+            )
+        try:
+            data = encode(request)
+        except FrameError as error:
+            raise RequestTooLarge(f"the prompt is too long to be handed to the engine: {error}") from error
+        self._writer.write(data)
         call = self.calls[request.id] = _Call(self, request.id, request.credit)
-        self.send(request)
         return call
 
-    def deliver(self, id: int, frame: Frame) -> None:
+    def deliver(self, id: int, frame: Started | Delta | Done | Failed) -> None:
         """Hand `frame` to its call; frames that were under way when the call was left are dropped."""
         if id in self.calls:
-            self.calls[id].frames.put_nowait(frame)
+            self.calls[id].deliver(frame)
 
-    def leave(self, call: _Call) -> None:
-        """Forget `call`, and stop its work if it is not over."""
+    def forget(self, call: _Call) -> None:
         self.calls.pop(call.id, None)
-        if not call.is_over:
-            self.send(Cancel(call.id))
 
     def model_status(self, name: str) -> dict[str, Any]:
         state = self.models.get(name)
@@ -380,23 +419,46 @@ class _Engine:
             await self._writer.wait_closed()
         self.end = self.end or _how_it_ended(code)
         for call in self.calls.values():
-            call.frames.put_nowait(None)
+            call.deliver(None)
 
 
 class _Call:
-    """One generation in an engine: what has arrived for it and was not read yet."""
+    """One generation in an engine: what has arrived for it and was not read yet. Iterating ends with the engine."""
 
     def __init__(self, engine: _Engine, id: int, credit: int) -> None:
         self.id = id
-        self.frames: asyncio.Queue[Frame | None] = asyncio.Queue()
+        self.is_started = False
         self.is_over = False
+        """Whether nothing more will come."""
+        self._frames: asyncio.Queue[Started | Delta | Done | Failed | None] = asyncio.Queue()
         self._engine = engine
         self._batch = -(-credit // 2)
         self._num_read = 0
 
-    async def next(self) -> Frame | None:
-        """The next frame; None when the engine is gone."""
-        return await self.frames.get()
+    def deliver(self, frame: Started | Delta | Done | Failed | None) -> None:
+        """Queue `frame` for the reader; None when the engine is gone."""
+        self.is_started = self.is_started or isinstance(frame, Started)
+        self.is_over = self.is_over or frame is None or isinstance(frame, Done | Failed)
+        self._frames.put_nowait(frame)
+
+    def __aiter__(self) -> _Call:
+        return self
+
+    async def __anext__(self) -> Started | Delta | Done | Failed:
+        frame = await self._frames.get()
+        if frame is None:
+            raise StopAsyncIteration
+        return frame
+
+    async def drain(self, on_usage: OnUsage) -> None:
+        """Wait for the end of a cancelled call, which tells what it used; not for long, since nobody else waits."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CANCEL_TIMEOUT_S):
+                async for frame in self:
+                    if not isinstance(frame, Started):
+                        on_usage(frame.usage)
+                    if isinstance(frame, Done | Failed):
+                        return
 
     def give_credit(self) -> None:
         """Note that a delta was read. Credit goes back in batches, so that not every token costs a frame."""
@@ -406,8 +468,9 @@ class _Call:
             self._num_read = 0
 
 
-def _lost(reason: str) -> EngineLost:
-    return EngineLost(f"the engine process {reason}; a new one is being started: try again", retry_after_s=1)
+def _lost(reason: str, *, retry_after_s: int = 1) -> EngineLost:
+    message = f"the engine process {reason}; a new one is being started: try again"
+    return EngineLost(message, retry_after_s=retry_after_s)
 
 
 def _how_it_ended(code: int) -> str:

@@ -1,0 +1,101 @@
+"""The limits of the protocol, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from edge.node.protocol import MAX_HEAD_BYTES, LimitedHttp
+
+HANG_S = 30
+HELLO = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+UPLOAD = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    body = b""
+    while (message := await receive())["type"] == "http.request":
+        body += message["body"]
+        if not message["more_body"]:
+            break
+    if scope["path"] == "/slow":
+        await asyncio.sleep(0.5)
+    answer = f"{len(body)} bytes".encode()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(answer))]})
+    await send({"type": "http.response.body", "body": answer})
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[Callable[..., Awaitable[bytes]]]:
+    """A function that sends bytes and returns what comes back until `until` is in it or the server hangs up."""
+    server = uvicorn.Server(uvicorn.Config(echo, port=0, lifespan="off", log_config=None, http=LimitedHttp))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
+        await asyncio.sleep(0.01)
+    reader, writer = await asyncio.open_connection(*server.servers[0].sockets[0].getsockname()[:2])
+
+    async def exchange(*parts: bytes, until: bytes = b"\0") -> bytes:
+        got = b""
+        async with asyncio.timeout(HANG_S):
+            for part in parts:
+                try:
+                    writer.write(part)
+                    await writer.drain()
+                except ConnectionError:
+                    break
+            try:
+                while until not in got and (data := await reader.read(1 << 16)):
+                    got += data
+            except ConnectionError:
+                pass
+        return got
+
+    try:
+        yield exchange
+    finally:
+        writer.close()
+        server.should_exit = True
+        await serving
+
+
+async def test_a_head_that_never_ends_is_refused() -> None:
+    for start in (b"GET / HTTP/1.1\r\nx: ", b"GET /"):
+        async with connected() as exchange:
+            got = await exchange(start, *[b"a" * 10_000] * 100)
+            assert got.startswith(b"HTTP/1.1 431 ")
+            assert got.endswith(b"The request's head is over the limit of 65536 bytes.")
+
+
+@pytest.mark.parametrize("flood", [b"x-trailer: y\r\n", b"a" * 1000])
+async def test_what_follows_a_body_without_end_is_refused(flood: bytes) -> None:
+    async with connected() as exchange:
+        got = await exchange(UPLOAD + b"3\r\nabc\r\n0\r\n", *[flood * (10_000 // len(flood))] * 100)
+        assert b" 200 " not in got
+
+
+async def test_requests_within_the_limits_are_served_on_one_connection() -> None:
+    async with connected() as exchange:
+        for _ in range(3):
+            assert (await exchange(HELLO, until=b"bytes")).endswith(b"0 bytes")
+        large = b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"a" * (MAX_HEAD_BYTES - 100) + b"\r\n\r\n"
+        assert (await exchange(large[:9000], large[9000:], until=b"bytes")).endswith(b"0 bytes")
+        body = [b"1000\r\n" + b"x" * 0x1000 + b"\r\n"] * 100
+        got = await exchange(UPLOAD, *body, b"0\r\nx-trailer: y\r\n\r\n", until=b"bytes")
+        assert got.endswith(f"{0x1000 * 100} bytes".encode())
+        assert (await exchange(HELLO * 3, until=b"0 bytesHTTP")).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_connection_without_a_head_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edge.node.protocol.HEAD_TIMEOUT_S", 0.2)
+    for start in (b"", b"GET / HTTP/1.1\r\nhos"):
+        async with connected() as exchange:
+            assert await exchange(start) == b""
+    async with connected() as exchange:
+        slow = HELLO.replace(b" / ", b" /slow ")
+        assert (await exchange(slow + b"GET / HTT", until=b"bytes")).endswith(b"0 bytes")
+        assert (await exchange(b"P/1.1\r\nhost: x\r\n\r\n", until=b"bytes")).endswith(b"0 bytes")
