@@ -14,7 +14,7 @@ import re
 import sys
 import tomllib
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -112,10 +112,14 @@ class Config(msgspec.Struct, frozen=True):
     """Where models, the ledger and logs live."""
 
 
-def load(path: Path | None, cwd: Path) -> Config:
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def load(path: Path | None, cwd: Path, warn: Callable[[str], None] = _warn) -> Config:
     """The configuration in `path`, or in the first of `FILE_NAMES` found from `cwd` upwards.
 
-    Unknown keys, and keys of wrangler that have no effect here yet, are warned about on stderr.
+    Unknown keys, and keys of wrangler that have no effect here yet, are handed to `warn`, by default to stderr.
 
     Raises:
         ConfigError: there is no file, it cannot be read or parsed, or values are wrong (all of them are listed).
@@ -132,7 +136,7 @@ def load(path: Path | None, cwd: Path) -> Config:
     values = _values(Config, table, "", findings)
     _check_values(values, findings)
     for warning in findings.warnings():
-        print(warning, file=sys.stderr)
+        warn(warning)
     if findings.problems:
         raise ConfigError(findings.message())
     return _with_absolute_paths(Config(**values), file)

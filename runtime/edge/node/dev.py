@@ -7,7 +7,6 @@ this mode's own.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import signal
@@ -15,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 
 import uvicorn
@@ -67,23 +66,24 @@ async def _serve(config: Config, sockets: list[socket.socket], *, reload: bool) 
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, server, stop)
     tokens = {TOKEN: config.account_id}
     async with Node(config, tokens=tokens, show_tracebacks=True, say=_say, access_log=_log_access) as node:
-        await while_connected(_deploy(node, config), stop.wait())
-        if stop.is_set():
-            return
-        server.config.app = node.app
-        serving = asyncio.create_task(server.serve(sockets))
-        serving.add_done_callback(lambda _: stop.set())
         watching = None
-        if reload:
+        if reload:  # from before the code is read, so that no save after that is missed
             watching = asyncio.create_task(while_connected(_reload_on_save(node, config, stop), stop.wait()))
-        _say_welcome(config, host, port, models=[model.id for model in node.catalogue.models()], reload=reload)
         try:
+            await while_connected(_deploy(node, config), stop.wait())
+            if stop.is_set():
+                return
+            server.config.app = node.app
+            serving = asyncio.create_task(server.serve(sockets))
+            serving.add_done_callback(lambda _: stop.set())
+            _say_welcome(config, host, port, models=[model.id for model in node.catalogue.models()], reload=reload)
             await stop.wait()
             await asyncio.wait({serving}, timeout=_SHUTDOWN_S)
             if not serving.done():
                 await node.close()  # so that answers that still run end with an error that says why
             await serving
         finally:
+            stop.set()
             if watching is not None:
                 await watching
 
@@ -102,11 +102,15 @@ async def _deploy(node: Node, config: Config) -> bool:
 
 async def _reload_on_save(node: Node, config: Config, stop: asyncio.Event) -> None:
     reloading = None
+    warned: set[str] = set()
+    if config.path is not None:
+        with suppress(ConfigError):  # it was right a moment ago; if it is not any more, the next save will say so
+            edge.config.load(config.path, config.path.parent, warned.add)
     try:
         async with aclosing(saves(config.main.parent, config.path, config.state_dir, stop)) as bursts:
             async for _ in bursts:
                 await _end(reloading)
-                reloading = asyncio.create_task(_reload(node, config))
+                reloading = asyncio.create_task(_reload(node, config, warned))
     except (OSError, RuntimeError) as error:  # as watchfiles raises them
         _say(
             f"error: files cannot be watched any more: {error}. Restart `edge dev` after changes; if the limit of "
@@ -127,14 +131,24 @@ async def _end(reloading: asyncio.Task[None] | None, patience_s: float = _RELOAD
         raise result
 
 
-async def _reload(node: Node, running: Config) -> None:
-    """Serve the worker as it is on disk now, with what its configuration file says of it now."""
+async def _reload(node: Node, running: Config, warned: set[str]) -> None:
+    """Serve the worker as it is on disk now, with what its configuration file says of it now.
+
+    Warnings about that file are said once: `warned` has those that have been.
+    """
+
+    def warn(text: str) -> None:
+        if text not in warned:
+            warned.add(text)
+            _say(text)
+
     started = time.perf_counter()
     config = running
     if running.path is not None:
         try:
             # What the options said keeps its place over the file.
-            config = replace(edge.config.load(running.path, running.path.parent), state_dir=running.state_dir)
+            loaded = edge.config.load(running.path, running.path.parent, warn)
+            config = replace(loaded, state_dir=running.state_dir)
         except ConfigError as error:
             _say(f"error: {error.message}\nThe worker keeps running with the old configuration.")
             return
@@ -159,7 +173,7 @@ def _only_at_start(running: Config, config: Config) -> list[str]:
 class _Server(uvicorn.Server):
     """uvicorn without its own signal handling, which would end the process before the node has closed."""
 
-    @contextlib.contextmanager
+    @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave the signals to `_on_signal`."""
         yield

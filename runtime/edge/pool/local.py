@@ -232,7 +232,9 @@ class LocalPool:
             return None
         state = self._engine.models.get(model)
         if isinstance(state, ModelFailed):
-            raise WeightsError(f"model {model!r} cannot be loaded: {state.message}")
+            # Where the model's file is, which the log says, is not the caller's affair.
+            reason = state.message.replace(str(self._models[model]), model)
+            raise WeightsError(f"model {model!r} cannot be loaded: {reason}")
         return self._engine if isinstance(state, ModelLoaded) else None
 
     # -- supervision ---------------------------------------------------------------------------------------
