@@ -86,6 +86,28 @@ async def test_a_ledger_that_is_removed_while_it_is_open_is_begun_anew(
         assert price_books(database) == {book.id: book}
 
 
+async def test_an_error_that_nobody_foresaw_fails_the_call_and_not_the_ledger(
+    ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "_commit", lambda batch: 1 / 0)
+    with pytest.raises(MeteringUnavailable):
+        await asyncio.wait_for(ledger.record(usage_record(id="a")), 10)
+    monkeypatch.undo()
+    await asyncio.wait_for(ledger.record(usage_record(id="b")), 10)
+    assert ids(path) == ["b"]
+
+
+async def test_the_log_of_a_removed_ledger_is_kept_while_somebody_has_it_open(ledger: Ledger, path: Path) -> None:
+    await ledger.record(usage_record(id="before"))
+    with opened(path) as reader:  # so that SQLite does not fold the log into the file and remove it
+        reader.execute("SELECT count(*) FROM usage").fetchone()
+        path.unlink()
+        await asyncio.wait_for(ledger.record(usage_record(id="after")), 10)
+        (kept,) = path.parent.glob("*-wal.orphaned-*")
+        assert kept.stat().st_size > 0
+    assert ids(path) == ["after"]
+
+
 async def test_a_ledger_that_is_replaced_by_something_else_is_not_written_to(ledger: Ledger, path: Path) -> None:
     await ledger.record(usage_record())
     path.unlink()

@@ -109,7 +109,11 @@ class Ledger:
         is_open = True
         while is_open:
             batch, is_open = self._next_batch()
-            self._write(batch)
+            try:
+                self._write(batch)
+            except Exception:  # without this thread, every call from now on would wait for ever
+                _log.exception("%d usage records could not be written to %s", len(batch), self._path)
+                _resolve(batch, is_written=False)
         self._disconnect()
 
     def _next_batch(self) -> tuple[list[_Entry], bool]:
@@ -135,7 +139,7 @@ class Ledger:
                     return
                 failure = error
                 break
-            except (sqlite3.Error, EdgeError) as error:
+            except (sqlite3.Error, OSError, EdgeError) as error:
                 self._disconnect()
                 failure = error
             else:
@@ -156,13 +160,19 @@ class Ledger:
     def _reconnect(self) -> sqlite3.Connection:
         (was_file, was_wal), (file, wal) = self._opened_files, self._files()
         if file != was_file and wal is not None and wal == was_wal:
-            for suffix in ("-wal", "-shm"):  # SQLite would take them for those of the file that is there now
-                Path(f"{self._path}{suffix}").unlink(missing_ok=True)
+            self._set_aside_wal()
         self._database = connect(self._path)
         for book in self._price_books:
             _insert_price_book(self._database, book)
         self._opened_files = self._files()
         return self._database
+
+    def _set_aside_wal(self) -> None:
+        """SQLite would apply the removed file's log to the one that is there now. It can hold records: it is kept."""
+        kept = Path(f"{self._path}-wal.orphaned-{now_us()}")
+        Path(f"{self._path}-wal").rename(kept)
+        Path(f"{self._path}-shm").unlink(missing_ok=True)
+        _log.error("the log of the ledger that was removed is kept as %s", kept)
 
     def _files(self) -> list[tuple[int, int] | None]:
         """Which files are at the ledger's paths now: device and inode, None for a missing one."""
