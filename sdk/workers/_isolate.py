@@ -62,6 +62,7 @@ def serve(sock: socket.socket, layers: list[str]) -> None:
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     isolate = _Isolate(loop)
+    os.register_at_fork(after_in_child=lambda: _leave_to_parent(sock.fileno(), loop))
     main = loop.create_task(isolate.run(sock, layers))
     while not main.done():
         try:
@@ -70,6 +71,17 @@ def serve(sock: socket.socket, layers: list[str]) -> None:
             # A task of the user's raised it or stopped the loop; asyncio lets these through. The others go on.
             isolate.report(error)
     os._exit(0)
+
+
+def _leave_to_parent(sock_fd: int, loop: asyncio.AbstractEventLoop) -> None:
+    """In a process that a handler has forked: node and event loop are its parent's, which both would else serve.
+
+    The code that forked goes on, as with `multiprocessing`; if it gets back into the loop, the process ends there.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, sock_fd)
+    os.close(null)
+    loop.call_soon(os._exit, 0)
 
 
 class _Isolate:

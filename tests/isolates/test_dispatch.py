@@ -995,3 +995,30 @@ async def test_a_common_slip_is_named(worker, code, hint):
     await asyncio.sleep(0.1)
     if "self.env" not in code and ".name" not in code:  # there Python has the coroutine and says it was never awaited
         assert not any("never awaited" in text for _, _, text in worker.logs)
+
+
+async def test_a_handler_that_forks_does_not_answer_twice(worker):
+    await worker.deploy(
+        """
+        async def fetch(self, request):
+            import multiprocessing, os
+            match request.url.rsplit("/")[-1]:
+                case "fork":
+                    return Response(str(os.fork()))
+                case "big":
+                    return Response(b"x" * 5_000_000)
+                case "child":
+                    pipe, theirs = multiprocessing.Pipe()
+                    child = multiprocessing.get_context("fork").Process(target=lambda: theirs.send(6 * 7))
+                    child.start()
+                    result = pipe.recv()
+                    child.join()
+                    return Response(f"{result} {child.exitcode}")
+        """
+    )
+    for _ in range(5):
+        assert int(await worker.get("/fork")) > 0
+        assert await worker.get("/child") == "42 0"
+    async with asyncio.timeout(20):
+        assert len(await worker.get("/big")) == 5_000_000
+    assert [entry for entry in worker.logs if "loop" in entry[2]] == []
