@@ -154,6 +154,15 @@ async def test_a_cancelled_call_is_told_what_it_used_though_nobody_read_it(folde
         assert used[-1].compute_us > 0
 
 
+async def test_what_arrived_and_was_not_read_is_used_all_the_same(folder: Path) -> None:
+    async with running({"tiny": folder}) as pool:
+        used: list[Usage] = []
+        frames = pool.generate(tiny_models.request(max_tokens=20, credit=1000), used.append)
+        assert isinstance(await anext(frames), Started)
+        await until(lambda: bool(used) and used[-1].output_tokens == 20)
+        await frames.aclose()
+
+
 async def test_a_killed_engine_fails_its_calls_and_the_next_ones_work(folder: Path) -> None:
     async with running({"tiny": folder}) as pool:
         expected = text(await collect(pool, tiny_models.request()))

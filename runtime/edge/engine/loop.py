@@ -171,7 +171,7 @@ class StepLoop:
             model.runner.cache.clear(generation.sequence.pages)
             self._remove(generation)
             return [_failed(generation, EdgeError(result.message))]
-        if result.text or result.finish_reason is None:  # without text, it says what a cancelled call has used
+        if result.text or result.finish_reason is None:  # without text, it says what a call that is lost has used
             generation.sequence.credit -= 1
             frames.append(Delta(generation.id, result.text, generation.usage))
         if result.finish_reason is not None:

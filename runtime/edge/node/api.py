@@ -10,7 +10,7 @@ import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.datastructures import MutableHeaders
@@ -51,7 +51,6 @@ _CLIENT_GONE = 499
 _FALSE = ("", "0", "false")
 """Query parameters that ask for nothing."""
 
-T = TypeVar("T")
 Health = Callable[[], Mapping[str, Any]]
 """What `/healthz` tells beside `"status": "ok"`."""
 

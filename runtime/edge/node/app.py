@@ -53,7 +53,6 @@ class Node:
         say: Callable[[str], None],
         access_log: Callable[[Access], None],
     ) -> None:
-        self._config = config
         self._say = say
         self._store = ModelStore.in_state_dir(config.state_dir)
         prices = load_prices(config.billing.prices)

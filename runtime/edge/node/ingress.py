@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-import uuid
 from collections.abc import AsyncIterator, Callable
 
 from starlette.types import Message, Receive, Scope, Send
 
+from edge.billing.meter import new_id
 from edge.errors import EdgeError, HandlerFailed
 from edge.isolates.base import InboundRequest, OutboundResponse
 from edge.isolates.dispatch import Isolates
@@ -67,7 +67,7 @@ class Ingress:
 
     def _error_page(self, error: EdgeError, exchange: _Exchange) -> tuple[int, str, bytes, dict[str, str]]:
         """Status, content type, body and headers of the answer to a request that failed."""
-        error_id = uuid.uuid4().hex
+        error_id = new_id()
         self._error_log(f"{exchange.describe()} failed (id {error_id}): {_with_traceback(error)}")
         headers = {"x-edge-error-id": error_id}
         if error.retry_after_s is not None:

@@ -157,11 +157,10 @@ class LocalPool:
             call = engine.open(
                 msgspec.structs.replace(request, id=self._next_id, credit=max(1, request.credit)),
                 self._config.max_waiting,
+                on_usage,
             )
             try:
                 async for frame in call:
-                    if not isinstance(frame, Started):
-                        on_usage(frame.usage)
                     if isinstance(frame, Failed):
                         error = BY_CODE.get(frame.code, EdgeError)
                         raise error(frame.message, retry_after_s=1 if error.retryable else None, param=frame.param)
@@ -171,10 +170,7 @@ class LocalPool:
                     if isinstance(frame, Delta):
                         call.give_credit()
             finally:
-                if not call.is_over:
-                    engine.send(Cancel(call.id))
-                    await call.drain(on_usage)
-                engine.forget(call)
+                await engine.leave(call)
             if call.is_started:  # else nothing was done for it, and the next engine can do it
                 break
         raise EngineLost(_SHUTTING_DOWN) if self._is_closed else _lost(engine.end)
@@ -357,7 +353,7 @@ class _Engine:
             self.models.pop(name, None)
             self.send(UnloadModel(name))
 
-    def open(self, request: Generate, max_waiting: int) -> _Call:
+    def open(self, request: Generate, max_waiting: int, on_usage: OnUsage) -> _Call:
         """Send `request`, unless so much is under way already that an engine that hangs would fill this process."""
         num_waiting = sum(not call.is_started for call in self.calls.values())
         if num_waiting >= max_waiting or self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
@@ -370,7 +366,7 @@ class _Engine:
         except FrameError as error:
             raise RequestTooLarge(f"the prompt is too long to be handed to the engine: {error}") from error
         self._writer.write(data)
-        call = self.calls[request.id] = _Call(self, request.id, request.credit)
+        call = self.calls[request.id] = _Call(self, request.id, request.credit, on_usage)
         return call
 
     def deliver(self, id: int, frame: Started | Delta | Done | Failed) -> None:
@@ -378,7 +374,12 @@ class _Engine:
         if id in self.calls:
             self.calls[id].deliver(frame)
 
-    def forget(self, call: _Call) -> None:
+    async def leave(self, call: _Call) -> None:
+        """Forget `call`. One that is not over is stopped and heard out: the end tells what it has used."""
+        if not call.over.is_set():
+            self.send(Cancel(call.id))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(call.over.wait(), CANCEL_TIMEOUT_S)
         self.calls.pop(call.id, None)
 
     def model_status(self, name: str) -> dict[str, Any]:
@@ -427,20 +428,26 @@ class _Engine:
 class _Call:
     """One generation in an engine: what has arrived for it and was not read yet. Iterating ends with the engine."""
 
-    def __init__(self, engine: _Engine, id: int, credit: int) -> None:
+    def __init__(self, engine: _Engine, id: int, credit: int, on_usage: OnUsage) -> None:
         self.id = id
         self.is_started = False
-        self.is_over = False
-        """Whether nothing more will come."""
+        self.over = asyncio.Event()
+        """Set when nothing more will come."""
         self._frames: asyncio.Queue[Started | Delta | Done | Failed | None] = asyncio.Queue()
         self._engine = engine
+        self._on_usage = on_usage
         self._batch = -(-credit // 2)
         self._num_read = 0
 
     def deliver(self, frame: Started | Delta | Done | Failed | None) -> None:
-        """Queue `frame` for the reader; None when the engine is gone."""
-        self.is_started = self.is_started or isinstance(frame, Started)
-        self.is_over = self.is_over or frame is None or isinstance(frame, Done | Failed)
+        """Queue `frame` for the reader, who may never read it: the usage in it counts at once. None: no more engine."""
+        match frame:
+            case Started():
+                self.is_started = True
+            case Delta(usage=usage) | Done(usage=usage) | Failed(usage=usage):
+                self._on_usage(usage)
+        if not isinstance(frame, Started | Delta):
+            self.over.set()
         self._frames.put_nowait(frame)
 
     def __aiter__(self) -> _Call:
@@ -451,16 +458,6 @@ class _Call:
         if frame is None:
             raise StopAsyncIteration
         return frame
-
-    async def drain(self, on_usage: OnUsage) -> None:
-        """Wait for the end of a cancelled call, which tells what it used; not for long, since nobody else waits."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CANCEL_TIMEOUT_S):
-                async for frame in self:
-                    if not isinstance(frame, Started):
-                        on_usage(frame.usage)
-                    if isinstance(frame, Done | Failed):
-                        return
 
     def give_credit(self) -> None:
         """Note that a delta was read. Credit goes back in batches, so that not every token costs a frame."""
