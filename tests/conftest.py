@@ -21,12 +21,17 @@ from pathlib import Path
 
 import pytest
 from helpers import EDGE
+from hypothesis import settings
 
 from edge.weights.manifest import DEFAULT_NAME
 from edge.weights.store import ModelStore
 
 # A shell that starts the tests in the background has them ignore SIGINT, and what they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("edge", deadline=None)
+settings.load_profile("edge")
 
 ROOT = Path(__file__).parent.parent
 START_TIMEOUT_S = 120

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from datetime import UTC, datetime
 
 from edge.ai.catalogue import Catalogue
@@ -28,23 +28,31 @@ def answer(*texts: str, finish_reason: str = "stop") -> list[Event]:
     return [Started(0, 15), *deltas, Done(0, finish_reason, deltas[-1].usage if deltas else Usage(10, 5, 0, 50))]
 
 
+Step = Event | Exception | asyncio.Event | Usage
+
+
 class ScriptedPool:
-    """Each call plays `script`: events are yielded, exceptions raised, `asyncio.Event`s awaited, usage told."""
+    """Each call plays `script`: events are yielded, exceptions raised, `asyncio.Event`s awaited, usage told.
+
+    With `scripts`, the first call plays the first of them, and so on.
+    """
 
     def __init__(
-        self, *script: Event | Exception | asyncio.Event | Usage, usage_at_cancel: Usage | None = None
+        self, *script: Step, usage_at_cancel: Usage | None = None, scripts: Sequence[Sequence[Step]] = ()
     ) -> None:
         self.script = list(script)
+        self.scripts = scripts
         self.usage_at_cancel = usage_at_cancel
         self.requests: list[Generate] = []
         self.num_cancelled = 0
         self.is_called = asyncio.Event()
 
     async def generate(self, request: Generate, on_usage: OnUsage) -> AsyncGenerator[Event, None]:
+        script = self.scripts[len(self.requests)] if self.scripts else self.script
         self.requests.append(request)
         self.is_called.set()
         try:
-            for step in self.script:
+            for step in script:
                 match step:
                     case asyncio.Event():
                         await step.wait()

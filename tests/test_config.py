@@ -17,6 +17,7 @@ from edge.config import (
     DevConfig,
     EngineConfig,
     LimitsConfig,
+    ModelOptions,
     load,
     strip_jsonc,
 )
@@ -97,7 +98,7 @@ def test_toml_and_jsonc_mean_the_same(project: Path) -> None:
         [limits]
         timeout_s = 5
         [engine]
-        dtype = "bfloat16"
+        weights = "bfloat16"
     """
     jsonc = """
     {   // a comment
@@ -107,14 +108,14 @@ def test_toml_and_jsonc_mean_the_same(project: Path) -> None:
         "vars": {"URL": "http://x//y", "DEEP": {"list": [1, 2.5, true,],}},
         "ai": {"models": {"@cf/a/b": "c"}},
         "limits": {"timeout_s": 5},
-        "engine": {"dtype": "bfloat16"},
+        "engine": {"weights": "bfloat16"},
     }
     """
     from_toml = load(write(project, MINIMAL + toml), project)
     from_jsonc = load(write(project, "\ufeff" + jsonc, "wrangler.jsonc"), project)
     assert from_toml.vars == {"URL": "http://x//y", "DEEP": {"list": [1, 2.5, True]}}
     assert from_toml.ai == AiConfig(binding="AI", models={"@cf/a/b": "c"})
-    assert (from_toml.limits, from_toml.engine.dtype) == (LimitsConfig(timeout_s=5.0), "bfloat16")
+    assert (from_toml.limits, from_toml.engine.weights) == (LimitsConfig(timeout_s=5.0), "bfloat16")
     for field in fields(Config):
         if field.name != "path":
             assert getattr(from_toml, field.name) == getattr(from_jsonc, field.name)
@@ -128,10 +129,11 @@ def test_the_annotated_reference_names_every_key_and_shows_the_defaults() -> Non
         (DevConfig, "[dev]"),
         (EngineConfig, "[engine]"),
         (BillingConfig, "[billing]"),
+        (ModelOptions, "[engine.models.my-model]"),
     ]:
-        assert re.search(rf"^{re.escape(section)}$", text, re.MULTILINE)
+        assert re.search(rf"^(# )?{re.escape(section)}$", text, re.MULTILINE)
         for field in fields(struct):
-            pattern = rf"^(# )?{field.name} = |^{re.escape(section[:-1])}\.{field.name}\]$"
+            pattern = rf"^(# )?{field.name} = |^(# )?{re.escape(section[:-1])}\.{field.name}(\..*)?\]$"
             assert re.search(pattern, text, re.MULTILINE), f"{section} {field.name} is not explained"
     for field in fields(Config):
         if field.name != "path":
@@ -151,9 +153,22 @@ def test_unknown_keys_are_warned_about_with_the_nearest(project: Path, capsys: p
         f"warning: {file}, line 1: unknown key mian; did you mean main?",
         f"warning: {file}, line 2: unknown key port; did you mean dev.port?",
         f"warning: {file}, line 6: unknown key limits.timeout; did you mean limits.timeout_s?",
-        f"warning: {file}, line 8: unknown key engine.xyz; known here: device, dtype, num_threads, max_batch_size, "
-        "max_waiting, step_tokens, kv_tokens",
+        f"warning: {file}, line 8: unknown key engine.xyz; known here: device, kernels, weights, kv, deterministic, "
+        "speculation, models, num_threads, max_batch_size, max_waiting, step_tokens, kv_tokens",
     ]
+
+
+def test_a_model_has_options_of_its_own_or_those_of_all(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(
+        project, MINIMAL + '[engine]\nkv = "int8"\n[engine.models."a.b"]\nweights = "int4"\nwieghts = 1\ngroup = 64\n'
+    )
+    engine = load(file, project).engine
+    assert engine.options("a.b") == ModelOptions(weights="int4", group=64)
+    assert engine.options("other") == ModelOptions(kv="int8")
+    assert (
+        "line 7: unknown key engine.models.a.b.wieghts; did you mean engine.models.a.b.weights?"
+        in capsys.readouterr().err
+    )
 
 
 def test_keys_of_wrangler_are_accepted_in_one_line(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +197,10 @@ def test_keys_of_wrangler_are_accepted_in_one_line(project: Path, capsys: pytest
         ("limits = { timeout_s = true }", "line 3: limits.timeout_s: expected a number of seconds above 0"),
         ('dev.port = "80"', 'dev.port: expected a port from 0 (any free one) to 65535, found "80"'),
         ("dev.port = 65536", "found 65536"),
-        ('engine.dtype = "fp8"', 'engine.dtype: expected one of "float32", "bfloat16", found "fp8"'),
+        ('engine.weights = "fp8"', 'engine.weights: expected one of "auto", "float32", "bfloat16", "int8", "int4"'),
+        ('engine.models = { a = 1 }', "engine.models: expected a table of tables, found"),
+        ('engine.models.a = { kv = "fp8" }', 'engine.models.a.kv: expected one of "auto", "float32"'),
+        ("engine.speculation = 17", "engine.speculation: expected a whole number from 0 to 16, found 17"),
         ('engine.device = "gpu"', 'engine.device: expected "cpu", "cuda" or "cuda:N", found "gpu"'),
         ("engine.num_threads = -1", "expected a whole number of threads, 0 for all cores, found -1"),
         ("engine.kv_tokens = 1.5", "engine.kv_tokens: expected a whole number of at least 1, found 1.5"),

@@ -57,11 +57,35 @@ class DevConfig(msgspec.Struct, frozen=True):
     port: Annotated[int, Meta(ge=0, le=65535, description="a port from 0 (any free one) to 65535")] = 8787
 
 
+class ModelOptions(msgspec.Struct, frozen=True):
+    """`[engine.models.NAME]`: how one model is run."""
+
+    weights: Literal["auto", "float32", "bfloat16", "int8", "int4"] = "auto"
+    """How weights are held. `auto`: as the file has them, where there are kernels for that, else as floats.
+    `float32` is the reference: exact, and slower than all others."""
+    group: Literal[0, 32, 64, 128] = 0
+    """Columns that share a scale where floats are made into `int8` or `int4` at load; 0: a row, or 32 for int4."""
+    kv: Literal["auto", "float32", "bfloat16", "int8", "int4"] = "auto"
+    """How keys and values are held. `auto`: bfloat16, or float32 where the weights are."""
+    deterministic: bool = False
+    """Whether a request's tokens must not depend on what else runs."""
+    speculation: Annotated[int, Meta(ge=0, le=16, description="a whole number from 0 to 16")] = 0
+    """Tokens that are guessed from earlier text and checked together; 0: none. Only for greedy requests."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True):
     """`[engine]`: how models are run."""
 
     device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:\d+)?)$", description='"cpu", "cuda" or "cuda:N"')] = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    kernels: bool = True
+    """Whether native kernels are compiled and used on the CPU, where there is a C++ compiler."""
+    weights: Literal["auto", "float32", "bfloat16", "int8", "int4"] = "auto"
+    """`weights` of the models that `models` does not name; so are `kv`, `deterministic` and `speculation`."""
+    kv: Literal["auto", "float32", "bfloat16", "int8", "int4"] = "auto"
+    deterministic: bool = False
+    speculation: Annotated[int, Meta(ge=0, le=16, description="a whole number from 0 to 16")] = 0
+    models: dict[str, ModelOptions] = {}
+    """Options of single models by name."""
     num_threads: Annotated[int, Meta(ge=0, le=4096, description="a whole number of threads, 0 for all cores")] = 0
     """Threads of the engine process; 0: as many as it has cores."""
     max_batch_size: _Count = 32
@@ -72,6 +96,12 @@ class EngineConfig(msgspec.Struct, frozen=True):
     """Token budget of one step (prompt chunks and decode tokens together)."""
     kv_tokens: _Count = 65536
     """Tokens that the KV cache has room for, all sequences together."""
+
+    def options(self, model: str) -> ModelOptions:
+        """How `model` is run."""
+        return self.models.get(model) or ModelOptions(
+            weights=self.weights, kv=self.kv, deterministic=self.deterministic, speculation=self.speculation
+        )
 
 
 class BillingConfig(msgspec.Struct, frozen=True):
@@ -272,7 +302,8 @@ class _Findings:
         self.file = file
         self.lines = lines
         self.problems: list[str] = []
-        self.unknown: list[str] = []
+        self.unknown: list[tuple[str, list[str]]] = []
+        """Each with the keys that are known there."""
         self.idle: list[str] = []
 
     def problem(self, key: str, what: str) -> None:
@@ -285,8 +316,8 @@ class _Findings:
         return f"{self.file} has {len(self.problems)} problems:{listed}"
 
     def warnings(self) -> Iterator[str]:
-        for key in self.unknown:
-            yield f"warning: {self.file}, {self._where(key)}unknown key {key}; {_nearest(key)}"
+        for key, known in self.unknown:
+            yield f"warning: {self.file}, {self._where(key)}unknown key {key}; {_nearest(key, known)}"
         if self.idle:
             yield f"warning: {self.file}: {', '.join(self.idle)}: accepted, has no effect yet"
 
@@ -302,7 +333,10 @@ def _values(kind: type[Any], table: dict[str, Any], at: str, findings: _Findings
     known = {field.name: field for field in fields(kind) if _join(at, field.name) != "path"}
     for key in table:
         if key not in known and key != "$schema":
-            (findings.idle if key in WRANGLER_KEYS.get(at, ()) else findings.unknown).append(_join(at, key))
+            if key in WRANGLER_KEYS.get(at, ()):
+                findings.idle.append(_join(at, key))
+            else:
+                findings.unknown.append((_join(at, key), list(known)))
     values = {}
     for name, field in known.items():
         key = _join(at, name)
@@ -320,6 +354,8 @@ def _convert(value: Any, kind: Any, key: str, findings: _Findings) -> Any:
     struct = _struct_in(kind)
     if struct and isinstance(value, dict):
         return struct(**_values(struct, value, key, findings))
+    if (struct := _struct_by_name(kind)) and isinstance(value, dict):
+        return {name: _convert(each, struct, _join(key, name), findings) for name, each in value.items()}
     return msgspec.convert(value, kind, dec_hook=_decode_path)
 
 
@@ -332,6 +368,11 @@ def _decode_path(kind: type, value: Any) -> Path:
 
 def _struct_in(kind: Any) -> type[msgspec.Struct] | None:
     return next((m for m in _members(kind) if isinstance(m, type) and issubclass(m, msgspec.Struct)), None)
+
+
+def _struct_by_name(kind: Any) -> type[msgspec.Struct] | None:
+    """The struct of a table of tables."""
+    return _struct_in(get_args(kind)[1]) if get_origin(kind) is dict else None
 
 
 def _members(kind: Any) -> tuple[Any, ...]:
@@ -351,6 +392,8 @@ def _expected(kind: Any) -> str:
     kind = _members(kind)[0]
     if _struct_in(kind):
         return "a table"
+    if _struct_by_name(kind):
+        return "a table of tables"
     for meta in getattr(kind, "__metadata__", ()):
         return str(meta.description)
     if get_origin(kind) is Literal:
@@ -367,13 +410,11 @@ def _found(value: Any) -> str:
             return f"the {type(value).__name__} {value} without quotes"
 
 
-def _nearest(key: str) -> str:
+def _nearest(key: str, here: list[str]) -> str:
     at, _, leaf = key.rpartition(".")
-    keys = list(_known_keys())
-    here = [known.rpartition(".")[2] for known in keys if known.rpartition(".")[0] == at]
     if close := difflib.get_close_matches(leaf, here, n=1):
         return f"did you mean {_join(at, close[0])}?"
-    if elsewhere := [known for known in keys if known.rpartition(".")[2] == leaf]:
+    if elsewhere := [known for known in _known_keys() if known.rpartition(".")[2] == leaf]:
         return f"did you mean {elsewhere[0]}?"
     return f"known here: {', '.join(here)}"
 

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
+from edge.config import ModelOptions
 from workers._wire import Cancel, Frame
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
+MAX_LOGIT_BIASES = 1024
+MAX_LOGPROBS = 20
+MAX_SCHEMA_CHARS = 1 << 18
 
 # -- node to engine ----------------------------------------------------------------------------------------
 
@@ -22,7 +28,7 @@ class LoadModel(Frame):
 
     model: str
     path: str
-    dtype: str
+    options: ModelOptions
 
 
 class UnloadModel(Frame):
@@ -41,6 +47,12 @@ class Sampling(Frame):
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
+    min_p: float | None = None
+    """Tokens less likely than this share of the most likely one are left out."""
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+    """Token id to what is added to its logit; at most `MAX_LOGIT_BIASES`."""
+    logprobs: int | None = None
+    """Report the log-probability of each token, and of this many of the most likely ones, at most `MAX_LOGPROBS`."""
 
 
 class Generate(Frame):
@@ -49,7 +61,8 @@ class Generate(Frame):
     With `prompt`, the chat template is applied to it as one user message unless `raw`.
     `max_tokens` None means: up to the model's context length. `credit` is the number of `Delta`s that the
     node has room for; `MoreDeltas` adds to it, and a sequence without credit is not scheduled. There are at most
-    `MAX_STOPS` strings in `stop`, of 1 to `MAX_STOP_CHARS` characters.
+    `MAX_STOPS` strings in `stop`, of 1 to `MAX_STOP_CHARS` characters. The answer is JSON that fits `json_schema`, a
+    JSON schema as JSON text, where that is given.
     """
 
     id: int
@@ -61,6 +74,15 @@ class Generate(Frame):
     max_tokens: int | None
     stop: list[str]
     credit: int
+    account: str = ""
+    """Whose call it is: prompts that start alike share their keys and values within one account only."""
+    priority: int = 0
+    """Higher ones are served first, from -100 to 100."""
+    json_schema: str | None = None
+    adapter: str | None = None
+    """Name of the LoRA adapter to run the model with."""
+    tools: list[dict[str, Any]] | None = None
+    """Handed to the chat template."""
 
 
 class MoreDeltas(Frame):
@@ -106,6 +128,10 @@ class ModelLoaded(Frame):
     num_parameters: int
     size_bytes: int
     load_ms: int
+    weights: str
+    """How its weights are held: `float32`, `bfloat16`, `int8`, `int4`, or several of them."""
+    kv: str
+    """How its keys and values are held."""
 
 
 class ModelFailed(Frame):
@@ -122,6 +148,16 @@ class Started(Frame):
     num_prompt_tokens: int
 
 
+class TokenLogprob(Frame):
+    """Natural log-probability of a token in the model's own distribution; `bytes` can be a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top: list[TokenLogprob] = msgspec.field(default_factory=list)
+    """The most likely tokens at its place."""
+
+
 class Delta(Frame):
     """More text of `id` (never a broken character), and the usage up to here.
 
@@ -132,6 +168,8 @@ class Delta(Frame):
     id: int
     text: str
     usage: Usage
+    logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
+    """Of the tokens that this step chose, if they were asked for."""
 
 
 class Done(Frame):

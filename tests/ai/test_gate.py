@@ -40,11 +40,16 @@ async def test_events_are_handed_on_and_the_call_is_recorded() -> None:
 
 async def test_the_pool_gets_the_installed_model_and_every_field() -> None:
     pool = ScriptedPool(*answer("a"))
-    await run(make_gate(pool), request=native({"prompt": "hi", "raw": True, "max_tokens": 3, "stop": ["x"], "seed": 4}))
+    inputs = {"prompt": "hi", "raw": True, "max_tokens": 3, "stop": ["x"], "seed": 4, "lora": "a", "guided_json": {}}
+    await run(make_gate(pool), request=native(inputs))
     (sent,) = pool.requests
     assert (sent.model, sent.prompt, sent.messages, sent.raw) == (MODEL, "hi", None, True)
     assert (sent.max_tokens, sent.stop, sent.sampling) == (3, ["x"], Sampling(temperature=0.6, seed=4))
+    assert (sent.account, sent.adapter, sent.json_schema, sent.tools) == ("dev", "a", "{}", None)
     assert sent.credit > 0
+    await run(make_gate(pool), request=native({"prompt": "hi", "tools": [{"name": "f"}]}))
+    function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+    assert pool.requests[-1].tools == [{"type": "function", "function": function}]
 
 
 async def test_the_record_is_durable_before_the_last_event_is_seen() -> None:

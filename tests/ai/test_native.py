@@ -108,3 +108,84 @@ async def test_wrong_calls_are_refused_and_not_recorded() -> None:
 async def test_options_without_an_effect_are_accepted() -> None:
     options = {"rejectIfBusy": True, "extraHeaders": {"x-session-affinity": "s"}, "example": 123, "queueRequest": False}
     assert await run_binding(make_gate(ScriptedPool(*answer("1"))), PRINCIPAL, MODEL, {"prompt": "hi"}, options)
+
+
+# -- JSON mode and tools -----------------------------------------------------------------------------------
+
+TOOLS = {"tools": [{"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}]}
+FORCED = {**TOOLS, "tool_choice": "required"}
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+
+
+async def result(*texts: str, finish_reason: str = "stop", **inputs: Any) -> Any:
+    gate = make_gate(ScriptedPool(*answer(*texts, finish_reason=finish_reason)))
+    return await run_binding(gate, PRINCIPAL, MODEL, {"prompt": "hi", **inputs}, {})
+
+
+async def streamed(*texts: str, finish_reason: str = "stop", **inputs: Any) -> list[Any]:
+    got = await result(*texts, finish_reason=finish_reason, stream=True, **inputs)
+    *frames, end = sse_events(b"".join([chunk async for chunk in got]))
+    assert end == "[DONE]"
+    return [{key: value for key, value in frame.items() if key not in ("p", "usage")} for frame in frames]
+
+
+@pytest.mark.parametrize(
+    ("text", "finish_reason", "response"),
+    [
+        ('{"a": 1}', "stop", {"a": 1}),
+        ("12", "stop", 12),
+        ("12", "length", "12"),
+        ('{"a": 1', "length", '{"a": 1'),
+        ("[" * 65 + "]" * 65, "stop", "[" * 65 + "]" * 65),
+        ("[" * 100_000, "stop", "[" * 100_000),
+    ],
+)
+async def test_in_json_mode_the_response_is_the_value_if_it_is_complete(
+    text: str, finish_reason: str, response: Any
+) -> None:
+    got = await result(text, finish_reason=finish_reason, guided_json={})
+    assert (got["response"], got["finish_reason"]) == (response, finish_reason)
+    assert "tool_calls" not in got
+    plain = await result(text, finish_reason=finish_reason)
+    assert plain["response"] == text
+
+
+async def test_a_stream_in_json_mode_is_its_text() -> None:
+    frames = await streamed('{"a"', ": 1}", guided_json={})
+    assert frames == [{"response": '{"a"'}, {"response": ": 1}"}, {"response": "", "finish_reason": "stop"}]
+
+
+async def test_a_forced_call() -> None:
+    texts = '{"name": "f", ', '"arguments": {"a": 1}', "}"
+    calls = [{"name": "f", "arguments": {"a": 1}}]
+    got = await result(*texts, **FORCED)
+    assert (got["response"], got["tool_calls"], got["finish_reason"]) == ("", calls, "tool_calls")
+    assert await streamed(*texts, **FORCED) == [
+        {"response": "", "tool_calls": calls},
+        {"response": "", "finish_reason": "tool_calls"},
+    ]
+
+
+async def test_a_forced_call_that_is_cut_short_is_its_text() -> None:
+    texts = '{"name": "f", ', '"arguments": {"a": 1'
+    got = await result(*texts, finish_reason="length", **FORCED)
+    assert (got["response"], got["finish_reason"]) == ("".join(texts), "length")
+    assert "tool_calls" not in got
+    assert await streamed(*texts, finish_reason="length", **FORCED) == [
+        {"response": "".join(texts)},
+        {"response": "", "finish_reason": "length"},
+    ]
+
+
+async def test_calls_among_text() -> None:
+    texts = "Wait. ", CALL[:20], CALL[20:], "\n", CALL
+    calls = [{"name": "f", "arguments": {"a": 1}}] * 2
+    got = await result(*texts, **TOOLS)
+    assert (got["response"], got["tool_calls"], got["finish_reason"]) == ("Wait.", calls, "tool_calls")
+    assert await streamed(*texts, **TOOLS) == [
+        {"response": "Wait."},
+        {"response": "", "tool_calls": calls},
+        {"response": "", "finish_reason": "tool_calls"},
+    ]
+    untouched = await result(*texts)
+    assert untouched["response"] == "".join(texts)

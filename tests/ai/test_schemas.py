@@ -1,3 +1,4 @@
+import json
 import math
 from typing import Any
 
@@ -66,6 +67,11 @@ def test_what_real_clients_send_is_accepted() -> None:
         "store": False,
         "options": {"rejectIfBusy": True},
         "random_seed": 3,
+        "service_tier": "auto",
+        "parallel_tool_calls": False,
+        "logit_bias": None,
+        "top_logprobs": None,
+        "guided_json": None,
         "strict": True,
         "reasoning_effort": None,
         "logprobs": False,
@@ -102,7 +108,7 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
         schemas.native(inputs)
     assert caught.value.message.split("; ") == [
         'bad input: $.prompt is "", must be a string of at least one character',
-        '$.messages[0].role is "robot", must be system or user or assistant',
+        '$.messages[0].role is "robot", must be system or user or assistant or tool',
         "$.messages[0].content is 5, must be a string or a list of text parts",
         "$ needs either prompt or messages: both are given",
         "$.temperature is 9, must be a number from 0 to 5",
@@ -136,6 +142,17 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
         ("raw", 1),
         ("prompt", "\ud800"),
         ("stop", "\ud800"),
+        ("min_p", 1.5),
+        ("logit_bias", [1]),
+        ("logit_bias", {str(token): 1 for token in range(1025)}),
+        ("lora", ""),
+        ("lora", "x" * 201),
+        ("tools", {"name": "f"}),
+        ("tools", [{"name": "f"}] * 129),
+        ("tool_choice", "any"),
+        ("response_format", "json"),
+        ("guided_json", 5),
+        ("guided_json", "{"),
     ],
 )
 def test_wrong_native_values_are_refused_by_name(key: str, value: Any) -> None:
@@ -146,13 +163,10 @@ def test_wrong_native_values_are_refused_by_name(key: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("tools", [{"name": "f"}]),
-        ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
-        ("lora", "mine"),
-        ("logprobs", True),
+        ("functions", [{"name": "f"}]),
+        ("function_call", {"name": "f"}),
+        ("guided_regex", "a*"),
         ("image", [1, 2]),
-        ("n", 2),
     ],
 )
 def test_what_is_not_there_is_refused_and_not_ignored(key: str, value: Any) -> None:
@@ -161,10 +175,132 @@ def test_what_is_not_there_is_refused_and_not_ignored(key: str, value: Any) -> N
             parse({"model": "m", "messages": HI, key: value})
 
 
+def test_what_only_one_dialect_has() -> None:
+    for key, value in (("logprobs", True), ("n", 2)):
+        with pytest.raises(InvalidInput, match=rf"\$\.{key} is .*not supported yet"):
+            schemas.native({"prompt": "hi", key: value})
+    with pytest.raises(InvalidInput, match=r"\$\.lora is .*not supported yet"):
+        schemas.chat({"model": "m", "messages": HI, "lora": "mine"})
+    assert schemas.native({"prompt": "hi", "lora": "mine"}).adapter == "mine"
+
+
+def test_sampling_of_both_dialects() -> None:
+    extra = {"min_p": 0.1, "logit_bias": {"7": -100, "49151": 2.5}}
+    chat = {"model": "m", "messages": HI, "logprobs": True, "top_logprobs": 20, "n": 8}
+    for sampling in (
+        schemas.native({"prompt": "hi", **extra}).sampling,
+        schemas.chat({**chat, **extra}).request.sampling,
+    ):
+        assert (sampling.min_p, sampling.logit_bias) == (0.1, {7: -100.0, 49151: 2.5})
+    request = schemas.chat(chat).request
+    assert (request.sampling.logprobs, request.num_choices) == (20, 8)
+    assert schemas.chat({"model": "m", "messages": HI, "logprobs": True}).request.sampling.logprobs == 0
+    assert schemas.chat({"model": "m", "messages": HI}).request.sampling.logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"top_logprobs": 21, "logprobs": True}, r"\$\.top_logprobs is 21, must be an integer from 0 to 20"),
+        ({"top_logprobs": 1}, r"\$\.top_logprobs is given, but logprobs is not true"),
+        ({"n": 10**9}, r"\$\.n is 1000000000, must be an integer from 1 to 8"),
+        ({"n": 0}, r"\$\.n is 0"),
+        ({"logit_bias": {"x": 1}}, r'\$\.logit_bias\["x"\] is no token id'),
+        ({"logit_bias": {"-1": 1}}, "is no token id"),
+        ({"logit_bias": {"1": 101}}, r'\$\.logit_bias\["1"\] is 101, must be a number from -100 to 100'),
+        ({"logit_bias": {str(i): 0 for i in range(1025)}}, "is an object of 1025, must be an object of up to 1024"),
+    ],
+)
+def test_wrong_openai_values(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        schemas.chat({"model": "m", "messages": HI, **extra})
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "schema"),
+    [
+        ("response_format", {"type": "text"}, None),
+        ("response_format", {"type": "json_object"}, {"type": "object"}),
+        ("response_format", {"type": "json_object", "json_schema": CITY}, CITY),
+        ("response_format", {"type": "json_schema", "json_schema": CITY}, CITY),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "c", "schema": CITY, "strict": True}},
+            CITY,
+        ),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "c", "strict": False}}, {"type": "object"}),
+        ("guided_json", CITY, CITY),
+        ("guided_json", json.dumps(CITY), CITY),
+    ],
+)
+def test_json_mode(key: str, value: Any, schema: Any) -> None:
+    for request in (
+        schemas.native({"prompt": "hi", key: value}),
+        schemas.chat({"model": "m", "messages": HI, key: value}).request,
+    ):
+        assert request.form == ("text" if schema is None else "json")
+        assert json.loads(request.json_schema or "null") == schema
+
+
+def test_a_schema_is_closed() -> None:
+    given = {key: value for key, value in CITY.items() if key != "additionalProperties"}
+    assert json.loads(schemas.native({"prompt": "hi", "guided_json": given}).json_schema or "") == CITY
+
+
+def nested(levels: int) -> Any:
+    value: Any = {}
+    for _ in range(levels - 1):
+        value = {"items": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"type": "xml"}, r'\$\.response_format\.type is "xml", must be "text", "json_object" or "json_schema"'),
+        ({"type": "json_schema"}, r"\$\.response_format\.json_schema is null, must be a JSON schema, an object"),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": 5}}, r"json_schema\.schema is 5"),
+        ({"type": "json_schema", "json_schema": nested(65)}, "is nested too deeply: at most 64 levels"),
+        ({"type": "json_schema", "json_schema": {"const": "x" * (1 << 18)}}, "more than 262144"),
+        ({"type": "json_schema", "json_schema": {"const": "\ud800"}}, "cannot be written as JSON"),
+    ],
+)
+def test_wrong_schemas(value: Any, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        schemas.native({"prompt": "hi", "response_format": value})
+
+
+def test_a_schema_of_the_allowed_depth_is_taken_and_only_one_at_a_time() -> None:
+    assert schemas.native({"prompt": "hi", "guided_json": nested(64)}).json_schema is not None
+    with pytest.raises(InvalidInput, match="guided_json is given, and so is response_format"):
+        schemas.native({"prompt": "hi", "guided_json": CITY, "response_format": {"type": "json_object"}})
+
+
+def test_tools_and_json_mode_together() -> None:
+    tools = {"tools": [{"name": "f", "parameters": CITY}], "guided_json": CITY}
+    assert schemas.native({"prompt": "hi", **tools}).form == "json"
+    forced = schemas.native({"prompt": "hi", **tools, "tool_choice": "required"})
+    assert forced.form == "call"
+    assert json.loads(forced.json_schema or "")["properties"]["name"] == {"const": "f"}
+    assert schemas.native({"prompt": "hi", "tools": tools["tools"]}).form == "tools"
+    silent = schemas.native({"prompt": "hi", "tools": tools["tools"], "tool_choice": "none"})
+    assert (silent.form, silent.tools) == ("text", None)
+    with pytest.raises(InvalidInput, match="need the chat template, which raw leaves out"):
+        schemas.native({"prompt": "hi", "raw": True, "tools": tools["tools"]})
+
+
 def test_unsupported_parts_of_messages() -> None:
     messages = [
-        {"role": "tool", "content": "sunny"},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+        {"role": "function", "content": "sunny"},
+        {"role": "assistant", "content": None, "function_call": {"name": "f"}},
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}, 5]},
         "hi",
     ]
@@ -172,7 +308,7 @@ def test_unsupported_parts_of_messages() -> None:
         schemas.chat({"model": "m", "messages": messages})
     assert [problem.split(" ")[0] for problem in caught.value.message.removeprefix("bad input: ").split("; ")] == [
         "$.messages[0].role",
-        "$.messages[1].tool_calls",
+        "$.messages[1].function_call",
         "$.messages[2].content[0].type",
         "$.messages[2].content[1]",
         "$.messages[3]",
@@ -218,7 +354,12 @@ json_values = st.recursive(
     lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=8), children, max_size=4),
     max_leaves=8,
 )
-known_keys = st.sampled_from(["prompt", "messages", "max_tokens", "temperature", "top_k", "stop", "stream", "tools"])
+known_keys = st.sampled_from(
+    [
+        *("prompt", "messages", "max_tokens", "temperature", "top_k", "stop", "stream", "tools", "tool_choice"),
+        *("response_format", "guided_json", "logit_bias", "logprobs", "top_logprobs", "n", "lora", "min_p"),
+    ]
+)
 
 
 @given(st.dictionaries(known_keys, json_values) | json_values)
@@ -230,3 +371,13 @@ def test_any_value_is_valid_or_refused_as_an_input(value: Any) -> None:
         except EdgeError as error:
             refusal = error
         assert refusal is None or (refusal.status == 400 and len(refusal.message) < 10_000)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "name", "function"]), json_values)))
+def test_any_message_is_valid_or_refused_as_an_input(messages: Any) -> None:
+    refusal = None
+    try:
+        schemas.chat({"model": "m", "messages": messages})
+    except EdgeError as error:
+        refusal = error
+    assert refusal is None or refusal.status == 400

@@ -82,7 +82,7 @@ def test_words_of_other_programs_and_unknown_subcommands_name_the_nearest(argume
 def test_without_a_near_subcommand_all_are_named() -> None:
     # "install" is a word for `models add`, and there is no `edge add`.
     assert "there are: init, dev," in CliRunner().invoke(cli, ["install"]).stderr
-    assert "there are: add, list, rm." in CliRunner().invoke(cli, ["models", "xyzzy"]).stderr
+    assert "there are: adapt, add, list, quantize, rm." in CliRunner().invoke(cli, ["models", "xyzzy"]).stderr
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def examine(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
 def test_each_thing_is_looked_at_and_torch_is_found(project: Path) -> None:
     code, checks = examine()
     assert list(checks) == [
-        *("python", "system", "cores", "memory", "torch", "cpu", "openmp", "compiler", "sandbox"),
+        *("python", "system", "cores", "memory", "torch", "cpu", "openmp", "kernels", "sandbox"),
         *("config", "disk", "models", "port"),
     ]
     assert code == (1 if any(check["status"] == "fail" for check in checks.values()) else 0)
@@ -62,7 +62,7 @@ def test_what_is_wrong_is_said_with_its_fix(project: Path, monkeypatch: pytest.M
     assert code == 1
     assert checks["torch"]["found"] == "cannot be imported: not asked"
     assert checks["openmp"]["status"] == "warn"
-    assert checks["compiler"]["status"] == "warn"
+    assert checks["kernels"]["status"] == "warn"
     assert checks["port"]["found"] == f"127.0.0.1:{port}: Address already in use"
     assert checks["port"]["fix"].endswith(f"edge dev --port {port + 1}")
 

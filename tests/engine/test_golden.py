@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from edge.config import ModelOptions
 from edge.engine.pages import PageAllocator
 from edge.engine.runner import ModelRunner, load_runner
 from edge.engine.scheduler import Scheduler, Sequence
+from edge.engine.step import build_step
 from edge.engine.tokenizer import Tokenizer
 from edge.weights.checkpoint import open_checkpoint
 
@@ -24,7 +26,15 @@ pytestmark = pytest.mark.model
 
 @pytest.fixture(scope="module")
 def runner(model_path: Path) -> ModelRunner:
-    return load_runner(open_checkpoint(model_path), dtype="float32", device="cpu", kv_tokens=4096, max_running=16)
+    return load_runner(
+        open_checkpoint(model_path),
+        options=ModelOptions(weights="float32"),
+        device=torch.device("cpu"),
+        kernels=None,
+        kv_tokens=4096,
+        max_running=16,
+        step_tokens=2048,
+    )
 
 
 def greedy(runner: ModelRunner, prompts: list[list[int]], num_tokens: int, step_tokens: int = 512) -> list[list[int]]:
@@ -83,8 +93,8 @@ def test_perplexity(runner: ModelRunner, model_path: Path) -> None:
     sequence = Sequence(0, tokens, len(tokens), credit=1)
     scheduler.add(sequence)
     with torch.inference_mode():
-        batch = runner.prepare(scheduler.schedule())
-        logits = runner.model.logits(runner.model(batch, runner.cache))  # (T, V)
+        step = build_step(scheduler.schedule(), runner.allocator.page_size, torch.device("cpu"))
+        logits = runner.model.logits(runner.model(step, runner.cache))  # (T, V)
         loss = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]))
     scheduler.remove(sequence)
     assert math.exp(loss.item()) == pytest.approx(GOLDEN["perplexity"]["perplexity"], rel=1e-5)

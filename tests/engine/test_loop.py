@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -13,11 +14,11 @@ import pytest
 import tiny_models
 import torch
 
-from edge.config import EngineConfig
+from edge.config import ModelOptions
+from edge.engine import runner
 from edge.engine.generation import Generation
-from edge.engine.loop import Install, LoadedModel, Remove, StepLoop, Stop, Submit
-from edge.engine.runner import load_runner
-from edge.engine.tokenizer import Tokenizer
+from edge.engine.kernels import Kernels
+from edge.engine.loop import Install, Remove, StepLoop, Stop, Submit, Upgrade
 from edge.frames import Delta, Done, Failed, MoreDeltas, Ping, Pong, Sampling, Started
 from edge.weights.checkpoint import open_checkpoint
 from workers._wire import Cancel, Frame
@@ -44,16 +45,7 @@ class Loop:
     """A running step loop with the model `tiny`."""
 
     def __init__(self, folder: Path, **config: Any) -> None:
-        settings = EngineConfig(**config)
-        checkpoint = open_checkpoint(folder)
-        runner = load_runner(
-            checkpoint,
-            dtype="float32",
-            device="cpu",
-            kv_tokens=settings.kv_tokens,
-            max_running=settings.max_batch_size,
-        )
-        self.model = LoadedModel("tiny", runner, Tokenizer(checkpoint.tokenizer_files()), settings)
+        self.model = tiny_models.load(folder, **config)
         self.arrived: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self.answers: dict[int, Answer] = {}
         self.steps = StepLoop(lambda frames: [self.arrived.put(frame) for frame in frames] and None)
@@ -62,7 +54,7 @@ class Loop:
 
     def submit(self, number: int, prompt: str = "hello", **changes: Any) -> None:
         request = tiny_models.request(prompt, id=number, **changes)
-        self.steps.post(Submit(self.model, Generation(request, self.model.tokenizer, self.model.max_length)))
+        self.steps.post(Submit(self.model, Generation(request, self.model)))
 
     def start(self) -> None:
         if not self._thread.is_alive():
@@ -266,7 +258,7 @@ def test_nan_fails_its_own_sequence_and_leaves_nothing_behind(make: Callable[...
     loop = make(kv_tokens=64)
     loop.submit(9)
     (expected,) = loop.finish(9)
-    embed, bad = loop.model.runner.model.embed, 7
+    embed, bad = loop.model.runner.model._embed.weight, 7
     good_row = embed[bad].clone()
     embed[bad] = torch.nan
     loop.submit(1, prompt="(" if loop.model.tokenizer.encode("(", 9) == [bad] else loop.model.tokenizer.decode([bad]))
@@ -326,3 +318,111 @@ def test_a_model_that_is_removed_fails_its_requests_and_can_come_back(make: Call
     loop.steps.post(Install(loop.model))
     loop.submit(4)
     assert loop.finish(4)[0].last.finish_reason == "length"
+
+
+def test_a_prompt_that_was_seen_before_is_cached_within_its_account_only(make: Callable[..., Loop]) -> None:
+    loop = make()
+    prompt = "x" * 70
+    loop.submit(1, prompt, account="a")
+    (first,) = loop.finish(1)
+    loop.submit(2, prompt, account="a")
+    loop.submit(3, prompt, account="b")
+    again, stranger = loop.finish(2, 3)
+    assert [answer.text for answer in (again, stranger)] == [first.text] * 2
+    used = [answer.last.usage for answer in (first, again, stranger)]
+    assert [(usage.input_tokens, usage.cached_input_tokens) for usage in used] == [(70, 0), (6, 64), (70, 0)]
+
+
+def test_guessing_changes_no_answer(tmp_path: Path, kernels: Kernels) -> None:
+    folder = tiny_models.save_folder(tmp_path / "even", hidden_size=64, head_dim=16, num_attention_heads=4)
+    prompts = ["ab" * 30, "the cat sat on the mat. the cat sat on", "hello"]
+    samplings = [
+        Sampling(temperature=0),
+        Sampling(temperature=1, seed=1),
+        Sampling(temperature=0, repetition_penalty=2),
+    ]
+    answers, num_steps = [], []
+    for speculation in (0, 4):
+        loop = Loop(folder, options=ModelOptions(weights="int8", speculation=speculation), kernels=kernels)
+        try:
+            assert loop.model.num_guesses == speculation
+            for number, (prompt, sampling) in enumerate((p, s) for p in prompts for s in samplings):
+                loop.submit(number, prompt, sampling=sampling, max_tokens=200)
+            done = loop.finish(*range(9))
+            answers.append(
+                [(answer.text, answer.last.finish_reason, answer.last.usage.output_tokens) for answer in done]
+            )
+            num_steps.append(sum(isinstance(frame, Delta) for answer in done for frame in answer.frames))
+        finally:
+            loop.stop()
+    assert answers[0] == answers[1]
+    assert num_steps[1] < num_steps[0], "some guess must have been right"
+
+
+def test_nothing_is_guessed_where_checking_a_guess_could_change_the_answer(make: Callable[..., Loop]) -> None:
+    assert make(options=ModelOptions(weights="float32", speculation=4)).model.num_guesses == 0
+
+
+def test_an_answer_is_held_to_its_schema(make: Callable[..., Loop]) -> None:
+    loop = make()
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    for number in range(6):
+        sampling = Sampling(temperature=1.5, seed=number) if number else Sampling(temperature=0)
+        loop.submit(number, json_schema=json.dumps(schema), sampling=sampling, max_tokens=200)
+    loop.submit(6)
+    *held, free = loop.finish(*range(7))
+    assert all(answer.last.finish_reason == "stop" for answer in held)
+    assert {json.loads(answer.text)["n"] for answer in held} <= {1, 2}
+    assert free.last.finish_reason == "length"
+
+
+def test_log_probabilities_are_told_of_every_token(make: Callable[..., Loop]) -> None:
+    loop = make()
+    loop.submit(1, sampling=Sampling(temperature=0, logprobs=2))
+    (answer,) = loop.finish(1)
+    told = [entry for frame in answer.frames if isinstance(frame, Delta) for entry in frame.logprobs]
+    assert len(told) == answer.last.usage.output_tokens
+    assert all(entry.top[0].logprob == entry.logprob > entry.top[1].logprob for entry in told)
+
+
+def test_higher_priority_goes_first(make: Callable[..., Loop]) -> None:
+    loop = make(max_batch_size=1)
+    loop.submit(1)
+    for number, priority in ((2, 0), (3, 5), (4, -5)):
+        loop.submit(number, priority=priority)
+    order = []
+    while len(order) < 4:
+        if isinstance(frame := loop.next(), Done):
+            order.append(frame.id)
+    assert order in ([1, 3, 2, 4], [3, 1, 2, 4])
+
+
+def test_requests_run_with_their_own_adapters(make: Callable[..., Loop], folder: Path) -> None:
+    for seed, name in enumerate(("one", "two")):
+        tiny_models.save_adapter(folder.parent / "adapters" / name, rank=4, seed=seed)
+    loop = make()
+    alone = []
+    for number, adapter in enumerate((None, "one", "two")):
+        loop.submit(number, adapter=adapter)
+        alone += [answer.text for answer in loop.finish(number)]
+    assert len(set(alone)) == 3
+    for number, adapter in enumerate((None, "one", "two", "one")):
+        loop.submit(10 + number, adapter=adapter)
+    together = [answer.text for answer in loop.finish(10, 11, 12, 13)]
+    assert together == [*alone, alone[1]]
+    assert loop.model.runner.adapters == {}
+
+
+def test_a_model_goes_on_with_native_kernels_where_it_was(
+    make: Callable[..., Loop], folder: Path, kernels: Kernels
+) -> None:
+    loop = make(options=ModelOptions(weights="bfloat16"))
+    loop.submit(1, max_tokens=300, sampling=Sampling(temperature=0, logit_bias={tiny_models.END: -100}))
+    while not isinstance(loop.next(), Delta):
+        pass
+    options = loop.model.options
+    decoder = runner.load(open_checkpoint(folder), options=options, device=torch.device("cpu"), kernels=kernels)
+    loop.steps.post(Upgrade(loop.model, decoder, kernels))
+    (answer,) = loop.finish(1)
+    assert (answer.last.finish_reason, answer.last.usage.output_tokens) == ("length", 300)
+    assert loop.model.runner.has_kernels

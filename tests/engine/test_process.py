@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import tiny_models
 
-from edge.config import EngineConfig
+from edge.config import EngineConfig, ModelOptions
 from edge.frames import (
     Delta,
     Done,
@@ -38,13 +38,14 @@ HANG_S = 60
 class Engine:
     """An engine process and the node's end of its socket."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, cache_dir: Path, **config: Any) -> None:
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(HANG_S)
-        settings = msgspec.json.encode(EngineConfig(num_threads=1, **config)).decode()
+        settings = msgspec.json.encode(EngineConfig(**({"num_threads": 1, "kernels": False} | config))).decode()
+        place = (str(theirs.fileno()), str(os.getpid()), str(cache_dir))
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "edge.engine", str(theirs.fileno()), str(os.getpid()), settings],
+                [sys.executable, "-P", "-m", "edge.engine", *place, settings],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -62,8 +63,8 @@ class Engine:
             self._arrived += self._decoder.feed(data)
         return self._arrived.pop(0)
 
-    def load(self, path: Path, name: str = "tiny") -> Frame:
-        self.send(LoadModel(name, str(path), "float32"))
+    def load(self, path: Path, name: str = "tiny", options: ModelOptions | None = None) -> Frame:
+        self.send(LoadModel(name, str(path), options or ModelOptions(weights="float32")))
         return self.next()
 
     def answer(self, number: int) -> list[Frame]:
@@ -92,11 +93,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Engine]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
     def build(**config: Any) -> Engine:
-        engines.append(Engine(**config))
+        engines.append(Engine(tmp_path / "cache", **config))
         assert isinstance(engines[-1].next(), EngineReady)
         return engines[-1]
 
@@ -225,3 +226,60 @@ def test_a_process_whose_parent_is_gone_does_not_start() -> None:
     with sock, theirs:
         command = [sys.executable, "-P", "-m", "edge.engine", str(theirs.fileno()), "1", "{}"]
         assert subprocess.run(command, pass_fds=[theirs.fileno()], timeout=HANG_S, check=False).returncode == 1
+
+
+# -- native kernels ----------------------------------------------------------------------------------------
+
+
+def compiler(folder: Path, then: str) -> Path:
+    """A C++ compiler that does `then` when it is to compile."""
+    script = folder / "compiler"
+    script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && {{ echo "version of {folder.name}"; exit; }}\n{then}\n')
+    script.chmod(0o755)
+    return script
+
+
+def line(engine: Engine, containing: str) -> str:
+    assert engine.process.stderr is not None
+    for raw in engine.process.stderr:
+        if containing in (text := raw.decode()):
+            return text
+    raise AssertionError(f"the engine ended without saying {containing!r}")
+
+
+@pytest.mark.slow
+def test_a_model_answers_while_kernels_compile_and_changes_over(
+    start: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = tmp_path / "gate"
+    waiting = f'while [ ! -e "{gate}" ]; do sleep 0.05; done; exec c++ "$@"'
+    monkeypatch.setenv("CXX", str(compiler(tmp_path, waiting)))
+    folder = tiny_models.save_folder(tmp_path / "even", hidden_size=64, head_dim=16, num_attention_heads=4)
+    engine = start(kernels=True)
+    loaded = engine.load(folder, options=ModelOptions(weights="int8"))
+    assert isinstance(loaded, ModelLoaded)
+    engine.send(tiny_models.request(id=1))
+    assert isinstance(engine.answer(1)[-1], Done)
+    gate.touch()
+    changed = engine.next()
+    assert isinstance(changed, ModelLoaded)
+    assert changed.weights == "int8" != loaded.weights
+    assert "tiny" in line(engine, "native kernels")
+    engine.send(tiny_models.request(id=2))
+    assert isinstance(engine.answer(2)[-1], Done)
+    # The next engine finds them.
+    gate.unlink()
+    loaded = start(kernels=True).load(folder, options=ModelOptions(weights="int8"))
+    assert isinstance(loaded, ModelLoaded)
+    assert loaded.weights == "int8"
+
+
+def test_without_a_working_compiler_models_run_on_torch(
+    start: Callable[..., Engine], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(compiler(tmp_path, "echo 'no such header' >&2; exit 1")))
+    engine = start(kernels=True)
+    assert "failed: no such header" in line(engine, "no native kernels")
+    assert isinstance(engine.load(folder, options=ModelOptions()), ModelLoaded)
+    engine.send(tiny_models.request(id=1))
+    assert isinstance(engine.answer(1)[-1], Done)

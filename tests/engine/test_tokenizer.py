@@ -9,6 +9,8 @@ import pytest
 import tiny_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, models
 
 from edge.engine.tokenizer import Detokenizer, Tokenizer
 from edge.errors import InvalidInput, PromptTooLong, WeightsError
@@ -145,6 +147,31 @@ def test_arbitrary_bytes_give_the_same_text_as_at_once(tiny: Tokenizer, ids: lis
     assert set(whole[len(result) :]) <= {"\ufffd"}
 
 
+# -- bytes of tokens ---------------------------------------------------------------------------------------
+
+
+@given(text=st.text(max_size=20))
+def test_the_bytes_of_tokens_are_those_of_the_text(tiny: Tokenizer, text: str) -> None:
+    assert b"".join(map(tiny.token_bytes, tiny.encode(text, LIMIT))) == text.encode()
+
+
+@pytest.mark.model
+def test_the_bytes_of_the_tokens_of_a_real_model(model_path: Path) -> None:
+    tokenizer = Tokenizer(open_checkpoint(model_path).tokenizer_files())
+    for text in ("héllo 😀👩‍👩‍👧 日本語", " \n\n\t x", "12 a1b2", "<|im_start|>user"):
+        assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text, LIMIT))) == text.encode()
+    assert tokenizer.token_bytes(1 << 20) == b""
+
+
+def test_the_bytes_of_sentencepiece_tokens() -> None:
+    vocab = {"<s>": 0, "<0xC3>": 1, "<0xA9>": 2, "▁": 3, "a": 4, "▁a": 5}
+    tokenizer = HfTokenizer(models.BPE(vocab=vocab, merges=[("▁", "a")], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<s>"])
+    own = Tokenizer(TokenizerFiles(tokenizer_json=tokenizer.to_str()))
+    assert [own.token_bytes(token) for token in range(7)] == [b"<s>", b"\xc3", b"\xa9", b" ", b"a", b" a", b""]
+
+
 # -- chat templates ----------------------------------------------------------------------------------------
 
 
@@ -159,6 +186,17 @@ def test_templates_get_what_hugging_face_gives_them(tiny_files: TokenizerFiles) 
     assert chat(tiny_files, "{{ strftime_now('%Y') }}").isdigit()
     assert chat(tiny_files, "{% for m in messages %}\n  {% if loop.first %}\nx\n  {% endif %}\n{% endfor %}") == "x\n"
     assert chat(tiny_files, "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
+
+
+def test_tools_are_handed_to_the_template(tiny_files: TokenizerFiles) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    tokenizer = changed(
+        tiny_files, chat_template="{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[0].content }}"
+    )
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.render_chat(messages, tools) == json.dumps(tools) + "hi"
+    assert tokenizer.render_chat(messages) == "hi"
+    assert tokenizer.encode_chat(messages, LIMIT, tools) == tokenizer.encode(json.dumps(tools) + "hi", LIMIT)
 
 
 def test_what_a_template_refuses_is_the_callers_error(tiny_files: TokenizerFiles) -> None:

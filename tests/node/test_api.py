@@ -302,7 +302,10 @@ json_values = st.recursive(
 )
 bodies = st.dictionaries(
     st.sampled_from(
-        ["prompt", "messages", "model", "max_tokens", "stop", "stream", "stream_options", "options", "tools"]
+        [
+            *("prompt", "messages", "model", "max_tokens", "stop", "stream", "stream_options", "options", "tools"),
+            *("tool_choice", "response_format", "guided_json", "logprobs", "top_logprobs", "logit_bias", "n", "lora"),
+        ]
     ),
     json_values,
 )
@@ -317,6 +320,32 @@ def test_no_body_gives_a_5xx(body: Any, path: str, is_valid_otherwise: bool) -> 
             return (await client.post(f"{BASE}/{path}", content=content)).status_code
 
     assert asyncio.run(post()) in (200, 400, 404)
+
+
+@pytest.mark.parametrize("levels", [70, 400, 800, 100_000])
+@pytest.mark.parametrize("opening", ['{"a":', "["])
+@pytest.mark.parametrize(
+    "place",
+    [
+        '"metadata": %s',
+        '"tools": [{"name": "f", "parameters": {"properties": {"a": %s}}}], "tool_choice": "required"',
+        '"guided_json": {"not": %s}',
+        '"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": %s}}}',
+        '"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": %s}}]}]',
+        '"messages": [{"role": "user", "content": %s}]',
+        '"logit_bias": {"1": %s}',
+        '"stop": %s',
+    ],
+)
+async def test_deep_json_is_refused_or_does_nothing(levels: int, opening: str, place: str) -> None:
+    value = opening * levels + "1" + {"{": "}", "[": "]"}[opening[0]] * levels
+    async with client_of(make_app()) as client:
+        for path in (f"run/{MODEL}", "v1/chat/completions"):
+            messages = "" if "messages" in place else '"messages": [{"role": "user", "content": "hi"}], '
+            content = f'{{"model": "{MODEL}", {messages}{place % value}}}'
+            response = await client.post(f"{BASE}/{path}", content=content)
+            is_harmless = "metadata" in place and levels < 1000
+            assert response.status_code == (200 if is_harmless else 400), response.text[:300]
 
 
 @given(st.binary(max_size=200))

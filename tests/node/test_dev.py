@@ -59,7 +59,7 @@ def test_what_only_a_new_start_takes_over_is_named(tmp_path: Path) -> None:
     running = Config("demo", tmp_path / "worker.py", ai=AiConfig(models={"@cf/a": "b"}))
     taken_over = replace(running, name="other", vars={"A": 1}, ai=AiConfig("LLM", {"@cf/a": "c"}))
     assert _only_at_start(running, taken_over) == []
-    changed = replace(running, limits=LimitsConfig(1.0), engine=EngineConfig(dtype="bfloat16"), ai=None)
+    changed = replace(running, limits=LimitsConfig(1.0), engine=EngineConfig(weights="bfloat16"), ai=None)
     assert _only_at_start(running, changed) == ["limits", "engine"]
 
 

@@ -17,7 +17,7 @@ import pytest
 import tiny_models
 from helpers import is_alive
 
-from edge.config import EngineConfig
+from edge.config import EngineConfig, ModelOptions
 from edge.errors import (
     ConfigError,
     EngineLost,
@@ -32,6 +32,7 @@ from edge.frames import Delta, Done, Generate, Started, Usage
 from edge.pool.local import LocalPool
 
 HANG_S = 60
+CACHE = Path(__file__).parent.parent.parent / ".edge" / "cache" / "kernels"
 CONFIG = EngineConfig(num_threads=1)
 
 
@@ -42,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def running(models: dict[str, Path], config: EngineConfig = CONFIG, **options: Any) -> AsyncIterator[LocalPool]:
-    pool = LocalPool(models, config, **options)
+    pool = LocalPool(models, config, CACHE, **options)
     await pool.start()
     try:
         yield pool
@@ -152,6 +153,28 @@ async def test_a_cancelled_call_is_told_what_it_used_though_nobody_read_it(folde
         assert used[-1].input_tokens == started.num_prompt_tokens
         assert used[-1].output_tokens == 1
         assert used[-1].compute_us > 0
+
+
+async def test_what_waits_for_a_slow_reader_comes_as_one(folder: Path) -> None:
+    async with running({"tiny": folder}) as pool:
+        whole = await collect(pool, tiny_models.request(max_tokens=20))
+        used: list[Usage] = []
+        frames = pool.generate(tiny_models.request(max_tokens=20, credit=1000), used.append)
+        assert isinstance(await anext(frames), Started)
+        await until(lambda: bool(used) and used[-1].output_tokens == 20)
+        delta, done = [frame async for frame in frames]
+        assert isinstance(delta, Delta)
+        assert isinstance(done, Done)
+        assert (delta.text, delta.usage.output_tokens) == (text(whole), 20)
+
+
+async def test_each_model_is_loaded_with_its_own_options(folder: Path) -> None:
+    config = EngineConfig(num_threads=1, kv="float32", models={"b": ModelOptions(weights="bfloat16", kv="bfloat16")})
+    async with running({"a": folder, "b": folder}, config) as pool:
+        for model in ("a", "b"):
+            assert text(await collect(pool, tiny_models.request(model=model)))
+        models = pool.status()["models"]
+        assert (models["a"]["kv"], models["b"]["kv"]) == ("float32", "bfloat16")
 
 
 async def test_what_arrived_and_was_not_read_is_used_all_the_same(folder: Path) -> None:
@@ -289,7 +312,7 @@ async def test_waiting_for_the_engine_is_bounded(folder: Path) -> None:
 
 def test_a_budget_that_starves_prompts_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"step_tokens \(8\) must be greater than max_batch_size \(8\)"):
-        LocalPool({"tiny": folder}, EngineConfig(step_tokens=8, max_batch_size=8))
+        LocalPool({"tiny": folder}, EngineConfig(step_tokens=8, max_batch_size=8), CACHE)
 
 
 NODE = """
@@ -300,7 +323,7 @@ from edge.config import EngineConfig
 from edge.pool.local import LocalPool
 
 async def main():
-    pool = LocalPool({"tiny": Path(sys.argv[1])}, EngineConfig(num_threads=1))
+    pool = LocalPool({"tiny": Path(sys.argv[1])}, EngineConfig(num_threads=1, kernels=False), Path(sys.argv[1]))
     await pool.start()
     async for frame in pool.generate(tiny_models.request(max_tokens=400, credit=1)):
         print(pool.status()["pid"], flush=True)

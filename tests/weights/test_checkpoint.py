@@ -93,7 +93,7 @@ def test_shards_are_read_through_their_index(folder: Path, tmp_path: Path) -> No
     [
         ({"rope_scaling": {"type": "linear", "factor": 4}}, {"rope_divisors": (4.0,) * 4}),
         ({"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, {"rope_theta": 7.0}),
-        ({"model_type": "mistral", "sliding_window": 100}, {"context_length": 100}),
+        ({"model_type": "mistral", "sliding_window": 100}, {"windows": (100,) * 3}),
         ({"model_type": "qwen2", "sliding_window": 100}, {"context_length": 512, "qkv_bias": True}),
         ({"attention_bias": True, "mlp_bias": True}, {"qkv_bias": True, "output_bias": True, "mlp_bias": True}),
         ({"head_dim": None, "tie_word_embeddings": True}, {"head_dim": 8, "tied_head": True}),
@@ -154,7 +154,7 @@ def test_broken_safetensors_are_refused(folder: Path, tmp_path: Path) -> None:
     save_file({"model.embed_tokens.weight": torch.zeros(2, 2, dtype=torch.int8)}, weights)
     with pytest.raises(WeightsError, match=r"stored as torch\.int8, which is not supported"):
         list(open_checkpoint(copy).tensors())
-    save_file({"model.layers.0.self_attn.k_norm.weight": torch.zeros(2)}, weights)
+    save_file({"model.layers.0.self_attn.k_scale.weight": torch.zeros(2)}, weights)
     with pytest.raises(WeightsError, match="has no place in a llama model"):
         list(open_checkpoint(copy).tensors())
     (copy / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other.safetensors"}}')

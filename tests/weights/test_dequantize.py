@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from edge.errors import WeightsError
-from edge.weights.dequantize import DECODERS, dequantize
+from edge.weights.dequantize import DECODERS, dequantize, unpack
 from edge.weights.gguf import BLOCKS, GgmlType
 
 NUM_BLOCKS = 96
@@ -49,3 +49,32 @@ def test_a_tensor_of_several_chunks_is_decoded_whole(monkeypatch: pytest.MonkeyP
 def test_an_unsupported_type_names_the_supported_ones() -> None:
     with pytest.raises(WeightsError, match=r"IQ2_XXS are not supported \(supported: F32, F16"):
         dequantize(torch.zeros(66, dtype=torch.uint8), GgmlType.IQ2_XXS, (1, 256))
+
+
+QUANTIZED = [kind for kind in DECODERS if kind.name.startswith("Q")]
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("seed", range(3))
+def test_codes_and_scales_mean_the_same_values(kind: GgmlType, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edge.weights.dequantize.CHUNK_VALUES", 2560)  # several parts
+    blocks = torch.from_numpy(random_blocks(kind, seed).reshape(-1).copy())
+    shape = (NUM_BLOCKS // 8, 8 * BLOCKS[kind][0])
+    values, matrix = dequantize(blocks, kind, shape), unpack(blocks, kind, shape)
+    assert matrix is not None
+    assert matrix.shape == shape
+    assert matrix.bits == (4 if kind.name in ("Q4_0", "Q4_1", "Q4_K") else 8)
+    if kind.name.endswith("_K"):
+        largest = values.abs().view(-1, matrix.group).amax(-1)
+        errors = (matrix.dequantize() - values).abs().view(-1, matrix.group).amax(-1)
+        # Scale and minimum are rounded to 11 bits each, and what they are added to may be smaller than both.
+        bound = 2**-11 * (matrix.scales.float().abs() * 63 + matrix.minimums.float().abs()).flatten()
+        assert (errors <= bound).all()
+        assert float(errors.mean() / largest.mean()) < 3e-4
+    else:
+        assert torch.equal(matrix.dequantize(), values)
+
+
+def test_what_has_no_codes() -> None:
+    assert unpack(torch.zeros(128, dtype=torch.uint8), GgmlType.F32, (1, 32)) is None
+    assert unpack(torch.zeros(34, dtype=torch.uint8), GgmlType.Q8_0, (32,)) is None

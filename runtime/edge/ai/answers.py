@@ -5,58 +5,58 @@ An answer stream owns its generation: closing it cancels the call, even if nothi
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
 from edge.ai.catalogue import Model
-from edge.ai.gate import Event
+from edge.ai.choices import ChoiceEvent
+from edge.ai.schemas import Form
+from edge.ai.tool_calls import Call, ForcedCall, HermesCalls, Reader, put_together
+from edge.billing.prices import Price
 from edge.errors import EdgeError
-from edge.frames import Delta, Done, Started, Usage
+from edge.frames import Delta, Done, Started, TokenLogprob, Usage
 
 _DONE = b"data: [DONE]\n\n"
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """A complete generation."""
+class Answer(msgspec.Struct):
+    """One complete choice."""
 
     text: str
     finish_reason: str
     usage: Usage
+    logprobs: list[TokenLogprob]
 
 
-async def complete(events: AsyncGenerator[Event, None]) -> Answer:
-    """All of `events` as one answer.
+async def complete(events: AsyncGenerator[ChoiceEvent, None]) -> list[Answer]:
+    """All choices in `events`, complete, by index.
 
     Raises:
         EdgeError: the call failed.
     """
-    parts: list[str] = []
-    done: Done | None = None
-    async for event in events:
-        match event:
-            case Delta(text=text):
-                parts.append(text)
-            case Done():
-                done = event
-    assert done is not None, "the gate ends with Done or raises"
-    return Answer("".join(parts), done.finish_reason, done.usage)
-
-
-async def accepted(events: AsyncGenerator[Event, None]) -> None:
-    """Return once the engine has accepted the prompt.
-
-    Raises:
-        EdgeError: it has something against the call.
-    """
-    first = await anext(events)
-    assert isinstance(first, Started), "a pool says Started before anything else"
+    texts: defaultdict[int, list[str]] = defaultdict(list)
+    logprobs: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
+    ends: dict[int, Done] = {}
+    async with aclosing(events):
+        async for index, event in events:
+            match event:
+                case Delta():
+                    texts[index].append(event.text)
+                    logprobs[index] += event.logprobs
+                case Done():
+                    ends[index] = event
+    return [
+        Answer("".join(texts[index]), end.finish_reason, end.usage, logprobs[index])
+        for index, end in sorted(ends.items())
+    ]
 
 
 class AnswerStream:
-    """The bytes of an event stream: one event for each of `frames`, then `[DONE]`.
+    """The bytes of an event stream: what `encode` makes of each event, then `[DONE]`.
 
     A call that fails half-way ends with an event that holds the error in both dialects, and without `[DONE]`: no
     client takes it for complete.
@@ -64,44 +64,82 @@ class AnswerStream:
 
     def __init__(
         self,
-        events: AsyncGenerator[Event, None],
-        frames: AsyncGenerator[dict[str, Any], None],
+        events: AsyncGenerator[ChoiceEvent, None],
+        encode: Callable[[ChoiceEvent], bytes],
         request_id: str,
         blank: dict[str, Any],
     ) -> None:
-        """`frames` are made of `events`; `blank` is what an event must have at least."""
+        """`encode` gives any number of server-sent events; `blank` is what one must have at least."""
         self._events = events
-        self._chunks = _encode(frames, request_id, blank)
+        self._encode = encode
+        self._request_id = request_id
+        self._blank = blank
+        self._head = b""
+        self._is_over = False
+
+    async def accepted(self) -> Self:
+        """Itself, once the engine has accepted the prompt.
+
+        Raises:
+            EdgeError: it has something against the call.
+        """
+        first = await anext(self._events)
+        assert isinstance(first[1], Started), "a pool says Started before anything else"
+        self._head = self._encode(first)
+        return self
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         """Itself: a stream is read once."""
         return self
 
     async def __anext__(self) -> bytes:
-        """The next event."""
-        return await anext(self._chunks)
+        """The next events."""
+        if self._head:
+            head, self._head = self._head, b""
+            return head
+        if self._is_over:
+            raise StopAsyncIteration
+        try:
+            async for event in self._events:
+                if data := self._encode(event):
+                    return data
+        except EdgeError as error:
+            self._is_over = True
+            return sse(self._blank | error_body(error, self._request_id))
+        self._is_over = True
+        return _DONE
 
     async def aclose(self) -> None:
         """Cancel what is not finished. Not to be called while the next event is being waited for."""
-        await self._chunks.aclose()
-        await self._events.aclose()  # a generator that was never started does not run its own `finally`
+        self._is_over = True
+        await self._events.aclose()
 
 
-async def _encode(
-    frames: AsyncGenerator[dict[str, Any], None], request_id: str, blank: dict[str, Any]
-) -> AsyncGenerator[bytes, None]:
-    try:
-        async with aclosing(frames):
-            async for frame in frames:
-                yield _event(frame)
-    except EdgeError as error:
-        yield _event(blank | error_body(error, request_id))
-    else:
-        yield _DONE
-
-
-def _event(frame: dict[str, Any]) -> bytes:
+def sse(frame: dict[str, Any]) -> bytes:
+    """`frame` as a server-sent event."""
     return b"data: " + msgspec.json.encode(frame) + b"\n\n"
+
+
+def reader_of(form: Form) -> Reader | None:
+    """What takes answers of that form apart; None: they are shown as they are."""
+    match form:
+        case "call":
+            return ForcedCall()
+        case "tools":
+            return HermesCalls()
+        case _:
+            return None
+
+
+def read(form: Form, text: str) -> tuple[str, list[Call]]:
+    """The text to show and the tool calls in the `text` of a whole answer."""
+    reader = reader_of(form)
+    return (text, []) if reader is None else put_together([*reader.feed(text), *reader.end()])
+
+
+def finish_reason(reason: str, num_calls: int) -> str:
+    """The engine's `reason`, or that there are calls to be made, unless it was cut short."""
+    return "tool_calls" if num_calls and reason == "stop" else reason
 
 
 def error_body(error: EdgeError, request_id: str) -> dict[str, Any]:
@@ -121,24 +159,28 @@ def error_message(error: EdgeError, request_id: str) -> str:
     return f"AiError: {error.message} ({request_id})"
 
 
-def usage_object(usage: Usage, model: Model) -> dict[str, Any]:
-    """`usage` as both dialects have it; `neurons` is there if the model has a price.
+def usage_object(usages: Sequence[Usage], model: Model) -> dict[str, Any]:
+    """What the choices of a call used, as both dialects have it; `neurons` is there if the model has a price.
 
-    `prompt_tokens` includes the cached ones. `neurons` is for display: a float of at most six decimals, as
-    Workers AI sends it; what is billed is the ledger's integer.
+    The prompt is shown once, and `prompt_tokens` includes the cached ones. `neurons` is what all choices cost, for
+    display: a float of at most six decimals, as Workers AI sends it; what is billed are the ledger's integers.
     """
-    prompt_tokens = usage.input_tokens + usage.cached_input_tokens
+    prompt_tokens = usages[0].input_tokens + usages[0].cached_input_tokens
+    completion_tokens = sum(usage.output_tokens for usage in usages)
     shown: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": usage.output_tokens,
-        "total_tokens": prompt_tokens + usage.output_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_input_tokens},
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usages[0].cached_input_tokens},
     }
     if model.price is not None:
-        micro_neurons = model.price.micro_neurons(
-            input_tokens=usage.input_tokens,
-            cached_input_tokens=usage.cached_input_tokens,
-            output_tokens=usage.output_tokens,
-        )
-        shown["neurons"] = micro_neurons / 10**6
+        shown["neurons"] = sum(_micro_neurons(usage, model.price) for usage in usages) / 10**6
     return shown
+
+
+def _micro_neurons(usage: Usage, price: Price) -> int:
+    return price.micro_neurons(
+        input_tokens=usage.input_tokens,
+        cached_input_tokens=usage.cached_input_tokens,
+        output_tokens=usage.output_tokens,
+    )

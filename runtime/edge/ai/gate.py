@@ -61,14 +61,14 @@ class Gate:
             EdgeError: as the pool refused or lost the call.
         """
         call = _Call(principal, model, self.catalogue.prices.id)
-        events = self._pool.generate(_generate(model, request), call.use)
+        events = self._pool.generate(_generate(principal, model, request), call.use)
         is_recorded = False
         self._num_running += 1
         self._idle.clear()
         try:
             async for event in events:
-                call.see(event)
-                if isinstance(event, Done):
+                if type(event) is Done:
+                    call.end(event)
                     is_recorded = True
                     await asyncio.shield(self._record(call))
                 yield event
@@ -137,10 +137,9 @@ class _Call:
         """Note what has been used by now."""
         self._usage = usage
 
-    def see(self, event: Event) -> None:
-        """Take over what `event` says of the outcome."""
-        if isinstance(event, Done):
-            self.status, self.error_code = ("cancelled" if event.finish_reason == "cancelled" else "ok"), None
+    def end(self, done: Done) -> None:
+        """Take over the outcome."""
+        self.status, self.error_code = ("cancelled" if done.finish_reason == "cancelled" else "ok"), None
 
     def record(self) -> UsageRecord:
         """The usage record as of now."""
@@ -168,7 +167,7 @@ class _Call:
         )
 
 
-def _generate(model: Model, request: TextGeneration) -> Generate:
+def _generate(principal: Principal, model: Model, request: TextGeneration) -> Generate:
     return Generate(
         id=0,  # the pool mints its own
         model=model.manifest.name,
@@ -179,4 +178,8 @@ def _generate(model: Model, request: TextGeneration) -> Generate:
         max_tokens=request.max_tokens,
         stop=request.stop,
         credit=_CREDIT_DELTAS,
+        account=principal.account,
+        json_schema=request.json_schema,
+        adapter=request.adapter,
+        tools=request.tools,
     )

@@ -1,19 +1,25 @@
 """The native dialect: `env.AI.run(model, inputs)`, and the REST route `/ai/run/{model}`, which is the same call.
 
-Formats: Cloudflare Workers AI, text generation in its legacy form, `{"response", "usage"}` and its event stream.
+Formats: Cloudflare Workers AI, text generation in its legacy form, `{"response", "tool_calls", "usage"}` and its event
+stream.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+import random
+from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from edge.ai import schemas
-from edge.ai.answers import AnswerStream, accepted, complete, usage_object
+from edge.ai.answers import Answer, AnswerStream, complete, finish_reason, read, reader_of, sse, usage_object
 from edge.ai.catalogue import Model
-from edge.ai.gate import Event, Gate, Principal
+from edge.ai.choices import ChoiceEvent, run_choices
+from edge.ai.fields import is_deep
+from edge.ai.gate import Gate, Principal
+from edge.ai.schemas import Form
+from edge.ai.tool_calls import Call, Piece, Reader, put_together
 from edge.errors import InvalidInput
 from edge.frames import Delta, Done
 
@@ -26,8 +32,9 @@ async def run_binding(
 ) -> dict[str, Any] | AnswerStream:
     """The result of one call: a JSON value or, if `inputs` ask to `stream`, the bytes of an event stream.
 
-    A stream is returned once the engine has accepted the prompt, so that what is wrong with the call is raised
-    here; close it when its reader goes away. Unknown `options` have no effect.
+    In JSON mode `response` is the parsed value; in a stream, or where the answer was cut short, its text. A stream is
+    returned once the engine has accepted the prompt, so that what is wrong with the call is raised here; close it when
+    its reader goes away. Unknown `options` have no effect.
 
     Raises:
         UnknownModel, InvalidInput, InvalidJson: the call is wrong.
@@ -38,28 +45,90 @@ async def run_binding(
             raise InvalidInput(f"the option {option} is not supported yet: leave it out", param=f"options.{option}")
     resolved = gate.catalogue.resolve(model)
     request = schemas.native(inputs)
-    events = gate.run(principal, resolved, request)
+    events = run_choices(gate, principal, resolved, request)
     if request.stream:
-        await accepted(events)
-        return AnswerStream(events, _frames(events, resolved), principal.request_id, {"response": ""})
-    async with aclosing(events):
-        answer = await complete(events)
+        encode = _Frames(resolved, request.form).encode
+        return await AnswerStream(events, encode, principal.request_id, {"response": ""}).accepted()
+    (answer,) = await complete(events)
+    return _result(answer, resolved, request.form)
+
+
+def _result(answer: Answer, model: Model, form: Form) -> dict[str, Any]:
+    text, calls = read(form, answer.text)
+    shown = _tool_calls(calls)
+    if shown is None:  # cut short
+        text, shown = answer.text, []
+    is_json = form == "json" and answer.finish_reason == "stop"
     return {
-        "response": answer.text,
-        "finish_reason": answer.finish_reason,
-        "usage": usage_object(answer.usage, resolved),
+        "response": _parsed(text) if is_json else text,
+        **({"tool_calls": shown} if shown else {}),
+        "finish_reason": finish_reason(answer.finish_reason, len(shown)),
+        "usage": usage_object([answer.usage], model),
     }
 
 
-async def _frames(events: AsyncGenerator[Event, None], model: Model) -> AsyncGenerator[dict[str, Any], None]:
-    async for event in events:
+def _parsed(text: str) -> Any:
+    """The JSON value in `text`; `text` itself if it is none, or nested too deeply to be handed on."""
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return text
+    return text if is_deep(value) else value
+
+
+def _tool_calls(calls: list[Call]) -> list[dict[str, Any]] | None:
+    """`calls` with their arguments as objects; None if one is not complete."""
+    shown = []
+    for call in calls:
+        arguments = call.parsed()
+        if arguments is None:
+            return None
+        shown.append({"name": call.name, "arguments": arguments})
+    return shown
+
+
+class _Frames:
+    """Encodes the events of one answer."""
+
+    def __init__(self, model: Model, form: Form) -> None:
+        self._model = model
+        self._reader = reader_of(form)
+        self._pieces: list[Piece] = []
+        self._unread = ""
+
+    def encode(self, choice_event: ChoiceEvent) -> bytes:
+        """The server-sent events for one event; calls come whole, before the last one."""
+        event = choice_event[1]
         match event:
             case Delta(text=text) if text:
-                yield {"response": text, "p": _padding()}
-            case Done(finish_reason=reason, usage=usage):
-                yield {"response": "", "finish_reason": reason, "usage": usage_object(usage, model)}
+                return self._text(text if self._reader is None else self._read(self._reader, text))
+            case Done():
+                return self._end(event)
+            case _:
+                return b""
 
+    def _text(self, text: str) -> bytes:
+        # `p` has a random length, so that the sizes of encrypted packets do not tell the lengths of tokens.
+        padding = _PADDING[: int(random.random() * len(_PADDING))]
+        return b'data: {"response":%b,"p":"%b"}\n\n' % (msgspec.json.encode(text), padding.encode()) if text else b""
 
-def _padding() -> str:
-    """Of random length, so that the sizes of encrypted packets do not tell the lengths of tokens."""
-    return _PADDING[: secrets.randbelow(len(_PADDING))]
+    def _end(self, done: Done) -> bytes:
+        data = self._text(self._keep_calls(self._reader.end())) if self._reader is not None else b""
+        calls = put_together(self._pieces)[1]
+        shown = _tool_calls(calls)
+        if shown is None:  # cut short
+            data += self._text(self._unread)
+        elif shown:
+            data += sse({"response": "", "tool_calls": shown})
+        reason = finish_reason(done.finish_reason, len(shown or ()))
+        usage = usage_object([done.usage], self._model)
+        return data + sse({"response": "", "finish_reason": reason, "usage": usage})
+
+    def _read(self, reader: Reader, text: str) -> str:
+        self._unread += text
+        return self._keep_calls(reader.feed(text))
+
+    def _keep_calls(self, pieces: list[Piece]) -> str:
+        """The text in `pieces`; what belongs to calls is kept for the end."""
+        self._pieces += [piece for piece in pieces if not isinstance(piece, str)]
+        return "".join(piece for piece in pieces if isinstance(piece, str))

@@ -5,16 +5,25 @@ Formats: OpenAI's API reference, `chat.completion` and `chat.completion.chunk`.
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
+import msgspec
+
 from edge.ai import schemas
-from edge.ai.answers import AnswerStream, accepted, complete, usage_object
+from edge.ai.answers import Answer, AnswerStream, complete, finish_reason, read, reader_of, sse, usage_object
 from edge.ai.catalogue import Catalogue, Model
-from edge.ai.gate import Event, Gate, Principal
-from edge.frames import Delta, Done
+from edge.ai.choices import ChoiceEvent, run_choices
+from edge.ai.gate import Gate, Principal
+from edge.ai.schemas import TextGeneration
+from edge.ai.tool_calls import CallArguments, CallStart, Piece
+from edge.frames import Delta, Done, Started, TokenLogprob, Usage
+
+_NO_TEXT = b'{"content":""}'
+"""Cannot be a part of another value: quotes inside of JSON strings are escaped."""
+_NO_LOGPROB = -9999.0
+"""What OpenAI shows for a token that is impossible: JSON has no infinity."""
 
 
 async def chat_completion(gate: Gate, principal: Principal, body: Any) -> dict[str, Any] | AnswerStream:
@@ -29,35 +38,118 @@ async def chat_completion(gate: Gate, principal: Principal, body: Any) -> dict[s
     asked = schemas.chat(body)
     model = gate.catalogue.resolve(asked.model)
     head = {"id": f"chatcmpl-{principal.request_id}", "created": int(time.time()), "model": model.id}
-    events = gate.run(principal, model, asked.request)
+    events = run_choices(gate, principal, model, asked.request)
     if asked.request.stream:
-        await accepted(events)
-        frames = _chunks(events, model, head, include_usage=asked.request.include_usage)
-        return AnswerStream(events, frames, principal.request_id, {})
-    async with aclosing(events):
-        answer = await complete(events)
-    message = {"role": "assistant", "content": answer.text, "refusal": None}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
-    return {**head, "object": "chat.completion", "choices": [choice], "usage": usage_object(answer.usage, model)}
+        encode = _Chunks(model, head, asked.request).encode
+        return await AnswerStream(events, encode, principal.request_id, {}).accepted()
+    answers = await complete(events)
+    return {
+        **head,
+        "object": "chat.completion",
+        "choices": [_choice(index, answer, asked.request) for index, answer in enumerate(answers)],
+        "usage": usage_object([answer.usage for answer in answers], model),
+    }
 
 
-async def _chunks(
-    events: AsyncGenerator[Event, None], model: Model, head: dict[str, Any], *, include_usage: bool
-) -> AsyncGenerator[dict[str, Any], None]:
-    def chunk(delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return {**head, "object": "chat.completion.chunk", "choices": [choice]}
+def _choice(index: int, answer: Answer, request: TextGeneration) -> dict[str, Any]:
+    text, calls = read(request.form, answer.text)
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if calls:
+        message["content"] = text or None
+        message["tool_calls"] = [_tool_call(call.name, call.arguments) for call in calls]
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": None if request.sampling.logprobs is None else _logprobs(answer.logprobs),
+        "finish_reason": finish_reason(answer.finish_reason, len(calls)),
+    }
 
-    yield chunk({"role": "assistant", "content": ""})
-    async for event in events:
+
+def _tool_call(name: str, arguments: str) -> dict[str, Any]:
+    return {
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _logprobs(tokens: list[TokenLogprob]) -> dict[str, Any]:
+    content = [{**_logprob(token), "top_logprobs": [_logprob(top) for top in token.top]} for token in tokens]
+    return {"content": content, "refusal": None}
+
+
+def _logprob(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.token, "logprob": max(token.logprob, _NO_LOGPROB), "bytes": token.bytes}
+
+
+class _Chunks:
+    """Encodes the events of a call's choices. Most chunks differ in their text only, and only that is encoded anew."""
+
+    def __init__(self, model: Model, head: dict[str, Any], request: TextGeneration) -> None:
+        self._model = model
+        self._head = {**head, "object": "chat.completion.chunk"}
+        self._has_logprobs = request.sampling.logprobs is not None
+        self._include_usage = request.include_usage
+        self._readers = [reader_of(request.form) for _ in range(request.num_choices)]
+        self._is_plain = self._readers[0] is None and not self._has_logprobs
+        self._around_text = [self._chunk(i, {"content": ""}).split(_NO_TEXT) for i in range(request.num_choices)]
+        self._usages: dict[int, Usage] = {}
+
+    def encode(self, choice_event: ChoiceEvent) -> bytes:
+        """The server-sent events for one event of one choice."""
+        index, event = choice_event
         match event:
-            case Delta(text=text) if text:
-                yield chunk({"content": text})
-            case Done(finish_reason=reason, usage=usage):
-                yield chunk({}, reason)
-                if include_usage:
-                    shown = usage_object(usage, model)
-                    yield {**head, "object": "chat.completion.chunk", "choices": [], "usage": shown}
+            case Delta(text=text) if self._is_plain:
+                return self._text(index, text) if text else b""
+            case Delta():
+                return self._delta(index, event)
+            case Started():
+                return self._chunk(index, {"role": "assistant", "content": ""})
+            case Done():
+                return self._end(index, event)
+
+    def _text(self, index: int, text: str) -> bytes:
+        before, after = self._around_text[index]
+        return b'%b{"content":%b}%b' % (before, msgspec.json.encode(text), after)
+
+    def _delta(self, index: int, delta: Delta) -> bytes:
+        reader = self._readers[index]
+        pieces: list[Piece] = [delta.text] if reader is None else reader.feed(delta.text)
+        data = self._pieces(index, pieces)
+        if not self._has_logprobs or not delta.logprobs:
+            return data
+        # They belong to tokens, which are not cut where calls are: beside calls they have a chunk of their own.
+        text = delta.text if reader is None else ""
+        return (b"" if text else data) + self._chunk(index, {"content": text}, logprobs=_logprobs(delta.logprobs))
+
+    def _pieces(self, index: int, pieces: list[Piece]) -> bytes:
+        data = b""
+        for piece in pieces:
+            match piece:
+                case CallStart(index=call, name=name):
+                    data += self._chunk(index, {"tool_calls": [{"index": call, **_tool_call(name, "")}]})
+                case CallArguments(index=call, text=text):
+                    data += self._chunk(index, {"tool_calls": [{"index": call, "function": {"arguments": text}}]})
+                case str() if piece:
+                    data += self._text(index, piece)
+        return data
+
+    def _end(self, index: int, done: Done) -> bytes:
+        reader = self._readers[index]
+        data = self._pieces(index, reader.end()) if reader is not None else b""
+        num_calls = reader.num_calls if reader is not None else 0
+        data += self._chunk(index, {}, finish_reason=finish_reason(done.finish_reason, num_calls))
+        self._usages[index] = done.usage
+        if self._include_usage and len(self._usages) == len(self._readers):
+            usages = [usage for _, usage in sorted(self._usages.items())]
+            data += sse({**self._head, "choices": [], "usage": usage_object(usages, self._model)})
+        return data
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], *, finish_reason: str | None = None, logprobs: Any = None
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return sse({**self._head, "choices": [choice]})
 
 
 def model_list(catalogue: Catalogue) -> dict[str, Any]:

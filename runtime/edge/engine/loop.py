@@ -15,34 +15,15 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
-from edge.config import EngineConfig
-from edge.engine.generation import Generation, shares
-from edge.engine.runner import ModelRunner
-from edge.engine.sampler import Row, sample
-from edge.engine.scheduler import Chunk, Scheduler
-from edge.engine.tokenizer import Tokenizer
-from edge.errors import EdgeError, UnknownModel
+from edge.engine.generation import Generation, Growth, shares
+from edge.engine.kernels import Kernels
+from edge.engine.loaded import LoadedModel
+from edge.engine.models.decoder import Decoder
+from edge.engine.sampler import Choice, sample
+from edge.engine.scheduler import Chunk
+from edge.errors import EdgeError, InvalidInput, UnknownModel
 from edge.frames import Delta, Done, Failed, MoreDeltas, Ping, Pong, Started
 from workers._wire import Cancel, Frame
-
-
-class LoadedModel:
-    """A model that can run: its runner and tokenizer, and the queues of its sequences."""
-
-    def __init__(self, name: str, runner: ModelRunner, tokenizer: Tokenizer, config: EngineConfig) -> None:
-        self.name = name
-        self.runner = runner
-        self.tokenizer = tokenizer
-        self.scheduler = Scheduler(
-            runner.allocator,
-            step_tokens=config.step_tokens,
-            max_running=config.max_batch_size,
-            max_waiting=config.max_waiting,
-        )
-        self.max_length = min(runner.model.config.context_length, self.scheduler.max_sequence_tokens)
-        """Tokens that a sequence can have, prompt and answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +41,15 @@ class Remove:
 
 
 @dataclass(frozen=True, slots=True)
+class Upgrade:
+    """From now on, compute `model` with `decoder`, which is the same on native kernels."""
+
+    model: LoadedModel
+    decoder: Decoder
+    kernels: Kernels
+
+
+@dataclass(frozen=True, slots=True)
 class Submit:
     """Queue `generation`, which was made for `model`."""
 
@@ -72,7 +62,7 @@ class Stop:
     """End the loop after the current step."""
 
 
-Command = Install | Remove | Submit | Cancel | MoreDeltas | Ping | Stop
+Command = Install | Remove | Upgrade | Submit | Cancel | MoreDeltas | Ping | Stop
 
 
 class StepLoop:
@@ -114,6 +104,8 @@ class StepLoop:
                 self._models[model.name] = model
             case Remove(name):
                 self._remove_model(self._models.pop(name))
+            case Upgrade(model, decoder, kernels):
+                model.runner.use(decoder, kernels)
             case Submit(model, generation):
                 self._submit(model, generation)
             case MoreDeltas(id, num_deltas):
@@ -139,6 +131,8 @@ class StepLoop:
             self._emit([_failed(generation, error)])
             return
         self._generations[generation.id] = (model, generation)
+        if generation.adapter is not None:
+            model.runner.adapters[generation.id] = generation.adapter
         self._emit([Started(generation.id, generation.sequence.num_prompt_tokens)])
 
     def _remove_model(self, model: LoadedModel) -> None:
@@ -149,58 +143,63 @@ class StepLoop:
 
     def _step(self, model: LoadedModel) -> None:
         started_ns = time.perf_counter_ns()
-        chunks = model.scheduler.schedule()
+        scheduler = model.scheduler
+        for sequence in scheduler.running:
+            self._generations[sequence.id][1].guess()
+        num_answering = sum(sequence.num_output_tokens > 0 for sequence in scheduler.running)
+        num_prompts = len(scheduler.waiting) + len(scheduler.running) - num_answering
+        scheduler.prefill_tokens = model.pace.prompt_tokens(num_answering, num_prompts)
+        chunks = scheduler.schedule()
         if not chunks:
             return
         members = [self._generations[chunk.sequence.id][1] for chunk in chunks]
         try:
-            tokens = _next_tokens(model, chunks, members)
-            results = [_advance(model, *member) for member in zip(chunks, members, tokens, strict=True)]
+            results = _compute(model, chunks, members)
         except Exception as error:  # whatever breaks in a step ends its sequences, not the engine
             traceback.print_exc(file=sys.stderr)
-            results = [_Broken(f"the engine failed in a step: {type(error).__name__}: {error}")] * len(chunks)
+            failure = EdgeError(f"the engine failed in a step: {type(error).__name__}: {error}")
+            results = [_Broken(failure, taints=True)] * len(chunks)
         step_us = (time.perf_counter_ns() - started_ns) // 1000
+        num_decoding = sum(chunk.num_tokens - chunk.num_draft == 1 for chunk in chunks)
+        model.pace.observe(num_decoding, sum(c.num_tokens - c.num_draft for c in chunks) - num_decoding, step_us)
         for generation, share in zip(members, shares(step_us, [chunk.num_tokens for chunk in chunks]), strict=True):
             generation.charge(share)
         self._emit([frame for member in zip(members, results, strict=True) for frame in self._frames(model, *member)])
 
-    def _frames(self, model: LoadedModel, generation: Generation, result: _Result) -> list[Frame]:
+    def _frames(self, model: LoadedModel, generation: Generation, result: Growth | _Broken) -> list[Frame]:
         """What the node gets to know of one sequence's part in a step."""
         frames: list[Frame] = []
         if isinstance(result, _Broken):
-            model.runner.cache.clear(generation.sequence.pages)
-            self._remove(generation)
-            return [_failed(generation, EdgeError(result.message))]
-        if result.text or result.finish_reason is None:  # without text, it says what a call that is lost has used
+            if result.taints:
+                model.runner.cache.clear(model.scheduler.discard(generation.sequence))
+                self._forget(generation)
+            else:
+                self._remove(generation)
+            return [_failed(generation, result.error)]
+        if result.text or result.logprobs or result.finish_reason is None:
+            # Without text, it says what a call that is lost has used.
             generation.sequence.credit -= 1
-            frames.append(Delta(generation.id, result.text, generation.usage))
+            frames.append(Delta(generation.id, result.text, generation.usage, result.logprobs))
         if result.finish_reason is not None:
             self._remove(generation)
             frames.append(Done(generation.id, result.finish_reason, generation.usage))
         return frames
 
     def _remove(self, generation: Generation) -> None:
+        self._forget(generation).scheduler.remove(generation.sequence)
+
+    def _forget(self, generation: Generation) -> LoadedModel:
         model, _ = self._generations.pop(generation.id)
-        model.scheduler.remove(generation.sequence)
-
-
-@dataclass(frozen=True, slots=True)
-class _Grown:
-    """The step added `text`, perhaps empty; `finish_reason` if it was the last."""
-
-    text: str = ""
-    finish_reason: str | None = None
+        model.runner.adapters.pop(generation.id, None)
+        return model
 
 
 @dataclass(frozen=True, slots=True)
 class _Broken:
-    """The sequence cannot go on."""
+    """The sequence cannot go on. If that `taints`, nobody may find what is in its pages."""
 
-    message: str
-
-
-_Result = _Grown | _Broken
-_NOT_YET = -1
+    error: EdgeError
+    taints: bool
 
 
 def _removed(model: LoadedModel) -> UnknownModel:
@@ -211,26 +210,39 @@ def _failed(generation: Generation, error: EdgeError) -> Failed:
     return Failed(generation.id, error.code, error.message, generation.usage, error.param)
 
 
-def _next_tokens(model: LoadedModel, chunks: list[Chunk], members: list[Generation]) -> list[int | None]:
-    """Run the step; for each chunk its sequence's next token, `_NOT_YET`, or None where the logits are broken."""
-    with torch.inference_mode():
-        logits = model.runner.run(chunks)
-        rows = [
-            Row(generation.sampler, chunk.sequence.tokens, chunk.sequence.num_prompt_tokens)
-            for chunk, generation in zip(chunks, members, strict=True)
-            if chunk.completes
-        ]
-        chosen = iter(sample(logits, rows) if rows else [])
-    return [next(chosen) if chunk.completes else _NOT_YET for chunk in chunks]
+def _compute(model: LoadedModel, chunks: list[Chunk], members: list[Generation]) -> list[Growth | _Broken]:
+    """Run the step; what it came to for each chunk."""
+    logits = model.runner.run(chunks)
+    completing = [(chunk, member) for chunk, member in zip(chunks, members, strict=True) if chunk.completes]
+    held = [(member.grammar, chunk.sequence.draft[: chunk.num_draft]) for chunk, member in completing if member.grammar]
+    masks = iter(model.grammars.masks([grammar for grammar, _ in held], [draft for _, draft in held]) if held else ())
+    rows = [row for chunk, member in completing for row in member.rows(chunk.num_draft, masks)]
+    choices = iter(sample(logits, rows) if rows else ())
+    return [
+        _advance(model, chunk, member, [next(choices) for _ in range(1 + chunk.num_draft if chunk.completes else 0)])
+        for chunk, member in zip(chunks, members, strict=True)
+    ]
 
 
-def _advance(model: LoadedModel, chunk: Chunk, generation: Generation, token: int | None) -> _Result:
-    model.scheduler.computed(chunk)
-    if token is None:
-        return _Broken(
-            "the model computed values that are no numbers (NaN or infinite) for this request. If that happens again, "
-            f"its file is damaged: remove it (edge models rm {model.name}) and add it again"
-        )
-    if token == _NOT_YET:
-        return _Grown()
-    return _Grown(*generation.accept(token))
+def _advance(
+    model: LoadedModel, chunk: Chunk, generation: Generation, choices: list[Choice | None]
+) -> Growth | _Broken:
+    """Take over the choices up to the first one that was guessed wrong: the logits after that one are of no use."""
+    if generation.grammar is not None and (reason := generation.grammar.broken):
+        return _Broken(InvalidInput(reason, param="response_format"), taints=False)
+    good: list[Choice] = []
+    for place, choice in enumerate(choices):
+        if choice is None:
+            chunk.sequence.num_computed_tokens += chunk.num_tokens - chunk.num_draft  # it was, if to no avail
+            return _Broken(
+                EdgeError(
+                    "the model computed values that are no numbers (NaN or infinite) for this request. If that happens "
+                    f"again, its file is damaged: remove it (edge models rm {model.name}) and add it again"
+                ),
+                taints=True,
+            )
+        good.append(choice)
+        if place < chunk.num_draft and choice.token != chunk.sequence.draft[place]:
+            break
+    model.scheduler.computed(chunk, max(0, len(good) - 1))
+    return generation.accept(good)

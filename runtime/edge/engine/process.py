@@ -21,11 +21,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from edge.config import EngineConfig
+from edge.engine import kernels as native
+from edge.engine import runner
 from edge.engine.generation import Generation
-from edge.engine.loop import Install, LoadedModel, Remove, StepLoop, Submit
-from edge.engine.runner import load_runner
+from edge.engine.kernels import Kernels, KernelsUnavailable
+from edge.engine.loaded import LoadedModel
+from edge.engine.loop import Install, Remove, StepLoop, Submit, Upgrade
+from edge.engine.lora import AdapterStore
+from edge.engine.models.decoder import Decoder
 from edge.engine.tokenizer import Tokenizer
 from edge.errors import ConfigError, EdgeError, OutOfCapacity, UnknownModel, WeightsError
 from edge.frames import (
@@ -43,10 +49,15 @@ from edge.frames import (
     Usage,
 )
 from edge.weights.checkpoint import open_checkpoint
+from edge.weights.store import ADAPTERS_NAME
 from workers._wire import Cancel, Frame, FrameDecoder, encode
 
 READ_BYTES = 1 << 20
 NUM_TOKENIZER_THREADS = 2
+KERNELS_TIMEOUT_S = 0.5
+"""How long the load of a model waits for the kernels: long enough to find compiled ones, but not to compile."""
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread of Python may keep the others waiting: a step hands the lock over at each of its kernels."""
 
 
 def num_cores() -> int:
@@ -59,8 +70,8 @@ def num_cores() -> int:
         return cores
 
 
-async def serve(sock: socket.socket, config: EngineConfig) -> None:
-    """Serve the node at the other end of `sock` until it closes.
+async def serve(sock: socket.socket, config: EngineConfig, cache_dir: Path) -> None:
+    """Serve the node at the other end of `sock` until it closes; compiled kernels are kept in `cache_dir`.
 
     Raises:
         FrameError: the node sent something that is no frame.
@@ -68,9 +79,12 @@ async def serve(sock: socket.socket, config: EngineConfig) -> None:
     """
     num_threads = config.num_threads or num_cores()
     torch.set_num_threads(num_threads)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     _check_device(config.device)
     reader, writer = await asyncio.open_unix_connection(sock=sock)
     engine = _Engine(config, writer)
+    if config.kernels and config.device == "cpu":
+        engine.build_kernels(cache_dir, num_threads)
     engine.send([EngineReady(config.device, num_threads, str(torch.__version__))])
     decoder = FrameDecoder(ToEngine)
     try:
@@ -99,14 +113,47 @@ class _Engine:
         self._writer = writer
         self._event_loop = asyncio.get_running_loop()
         self._models: dict[str, LoadedModel] = {}
+        self._paths: dict[str, str] = {}
         self._loaded: dict[str, ModelLoaded] = {}
         self._preparing: dict[int, _Preparing] = {}
         self._load_lock = asyncio.Lock()
+        self._kernels: Kernels | None = None
+        self._building: asyncio.Task[None] | None = None
         self._loader = ThreadPoolExecutor(1, "load")
         self._tokenizers = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, "tokenize")
         self._tasks: set[asyncio.Task[None]] = set()
         self._steps = StepLoop(self._send_from_loop)
         threading.Thread(target=self._run_steps, name="steps", daemon=True).start()
+
+    def build_kernels(self, cache_dir: Path, num_threads: int) -> None:
+        """Find the native kernels, or compile them; models that were loaded before change over to them then."""
+        self._building = self._event_loop.create_task(self._build_kernels(cache_dir, num_threads))
+
+    async def _build_kernels(self, cache_dir: Path, num_threads: int) -> None:
+        try:
+            kernels = await asyncio.to_thread(native.load, cache_dir)
+        except KernelsUnavailable as error:
+            print(f"engine: no native kernels, models run on torch's operators: {error}", file=sys.stderr, flush=True)
+            return
+        kernels.num_threads = num_threads
+        self._kernels = kernels
+        async with self._load_lock:
+            for model in self._models.values():
+                await self._upgrade(model, kernels)
+
+    async def _upgrade(self, model: LoadedModel, kernels: Kernels) -> None:
+        if model.runner.has_kernels or model.options.weights == "float32":
+            return
+        path = Path(self._paths[model.name])
+        try:
+            decoder = await self._event_loop.run_in_executor(self._loader, _load_decoder, path, model, kernels)
+        except (EdgeError, OSError) as error:  # its files went meanwhile, say; it runs as it is
+            print(f"engine: {model.name} stays on torch's operators: {error}", file=sys.stderr, flush=True)
+            return
+        self._steps.post(Upgrade(model, decoder, kernels))
+        self._loaded[model.name] = replace(self._loaded[model.name], weights=decoder.weights_description)
+        self.send([self._loaded[model.name]])
+        print(f"engine: {model.name} runs on native kernels from now on", file=sys.stderr, flush=True)
 
     def send(self, frames: list[Frame]) -> None:
         """Write `frames` to the node."""
@@ -145,9 +192,7 @@ class _Engine:
 
     async def _prepare(self, request: Generate, model: LoadedModel, preparing: _Preparing) -> None:
         try:
-            generation = await self._event_loop.run_in_executor(
-                self._tokenizers, Generation, request, model.tokenizer, model.max_length
-            )
+            generation = await self._event_loop.run_in_executor(self._tokenizers, Generation, request, model)
         except EdgeError as error:
             self._refuse(request, error)
             return
@@ -177,14 +222,19 @@ class _Engine:
                 self._steps.post(Remove(name))
 
     async def _load_new(self, request: LoadModel) -> ModelLoaded | ModelFailed:
+        if self._building is not None:
+            await asyncio.wait({self._building}, timeout=KERNELS_TIMEOUT_S)
         try:
-            model, loaded = await self._event_loop.run_in_executor(self._loader, _load, request, self._config)
+            model, loaded = await self._event_loop.run_in_executor(
+                self._loader, _load, request, self._config, self._kernels
+            )
         except EdgeError as error:
             return ModelFailed(request.model, error.message)
         except Exception as error:  # out of memory, or a file that fools every check: this model, not the engine
             traceback.print_exc(file=sys.stderr)
             return ModelFailed(request.model, f"{request.path}: {type(error).__name__}: {error}")
         self._models[request.model], self._loaded[request.model] = model, loaded
+        self._paths[request.model] = request.path
         self._steps.post(Install(model))
         return loaded
 
@@ -209,31 +259,43 @@ class _Preparing:
         self.cancelled = False
 
 
-def _load(request: LoadModel, config: EngineConfig) -> tuple[LoadedModel, ModelLoaded]:
+def _load(request: LoadModel, config: EngineConfig, kernels: Kernels | None) -> tuple[LoadedModel, ModelLoaded]:
     started = time.perf_counter()
-    path = Path(request.path)
+    path, options = Path(request.path), request.options
     checkpoint = open_checkpoint(path)
     tokenizer = Tokenizer(checkpoint.tokenizer_files())
-    runner = load_runner(
+    device = torch.device(config.device)
+    running = runner.load_runner(
         checkpoint,
-        dtype=request.dtype,
-        device=config.device,
+        options=options,
+        device=device,
+        kernels=kernels,
         kv_tokens=config.kv_tokens,
         max_running=config.max_batch_size,
+        step_tokens=config.step_tokens,
     )
-    shape = runner.model.config
+    shape = running.model.config
     if tokenizer.num_tokens > shape.vocab_size:
         raise WeightsError(
             f"{path}: the tokenizer has {tokenizer.num_tokens} tokens but the model only {shape.vocab_size}; "
             "they do not belong together"
         )
-    model = LoadedModel(request.model, runner, tokenizer, config)
+    adapters = AdapterStore(path.parent / ADAPTERS_NAME, shape, device, checkpoint.factors())
+    model = LoadedModel(request.model, running, tokenizer, adapters, options, config)
     loaded = ModelLoaded(
         model=request.model,
         architecture=checkpoint.architecture,
         context_length=model.max_length,
-        num_parameters=runner.model.num_parameters,
+        num_parameters=running.model.num_parameters,
         size_bytes=checkpoint.size_bytes,
         load_ms=round((time.perf_counter() - started) * 1000),
+        weights=running.model.weights_description,
+        kv=running.cache.format,
     )
     return model, loaded
+
+
+def _load_decoder(path: Path, model: LoadedModel, kernels: Kernels) -> Decoder:
+    """The model in `path` once more, for `kernels`."""
+    device = model.runner.device
+    return runner.load(open_checkpoint(path), options=model.options, device=device, kernels=kernels)

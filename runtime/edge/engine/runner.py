@@ -5,121 +5,200 @@ This module knows nothing about why these chunks, about text or about frames.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from edge.engine.attention import Batch, Group, KvCache
+from edge.config import ModelOptions
+from edge.engine.kernels import Kernels
+from edge.engine.kv_cache import KvCache
+from edge.engine.lora import Adapter, AdapterTable, StepAdapters
 from edge.engine.models import load_model
-from edge.engine.models.llama import Llama
+from edge.engine.models.decoder import Decoder
 from edge.engine.pages import PageAllocator
 from edge.engine.scheduler import Chunk
+from edge.engine.step import build_step
 from edge.errors import WeightsError
 from edge.weights.checkpoint import Checkpoint
 
 PAGE_SIZE = 16
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MAX_ADAPTER_TABLES = 64
 
 
 class ModelRunner:
     """A model on a device, with KV cache for `allocator`'s pages."""
 
-    def __init__(self, model: Llama, allocator: PageAllocator, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        allocator: PageAllocator,
+        cache: KvCache,
+        *,
+        device: torch.device,
+        kernels: Kernels | None = None,
+        deterministic: bool = False,
+    ) -> None:
         self.model = model
         self.allocator = allocator
-        self._device = device
-        self._dtype = dtype
-        config = model.config
-        self.cache = KvCache(
-            num_layers=config.num_layers,
-            num_pages=allocator.num_pages,
-            page_size=allocator.page_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=dtype,
-            device=device,
-        )
+        self.cache = cache
+        self.adapters: dict[int, Adapter] = {}
+        """The adapter of each sequence that has one, by the sequence's id."""
+        self.device = device
+        self._kernels = kernels
+        self._deterministic = deterministic
+        self._tables: dict[tuple[Adapter, ...], AdapterTable] = {}
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether native kernels do the work."""
+        return self._kernels is not None
+
+    @property
+    def is_row_independent(self) -> bool:
+        """Whether what is computed for a token cannot depend on what else is in the step, to the last bit."""
+        return self.model.is_row_independent
+
+    def use(self, model: Decoder, kernels: Kernels | None) -> None:
+        """Go on with `model`, which is the same one on other kernels; keys and values stay."""
+        self.model = model
+        self._kernels = kernels
+        self._tables.clear()
 
     @torch.inference_mode()
     def run(self, chunks: list[Chunk]) -> Tensor:
         """Compute `chunks`; their keys and values are in the cache afterwards.
 
         Returns:
-            The logits (R, V), float32, after the last token of each chunk that completes its sequence, in the
-            order of `chunks`.
+            The logits (R, V), float32: for each chunk that completes its sequence, in the order of `chunks`, those
+            after the sequence's last token and after each token of the chunk's draft.
         """
-        ordered = sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)  # decode rows together, and first
-        batch = self.prepare(ordered)
-        hidden = self.model(batch, self.cache)  # (T, C)
-        last_rows, row = {}, 0
-        for chunk in ordered:
-            row += chunk.num_tokens
-            last_rows[id(chunk)] = row - 1
-        rows = [last_rows[id(chunk)] for chunk in chunks if chunk.completes]
+        if self._deterministic and not self.is_row_independent:
+            return self._run_one_by_one(chunks)
+        return self._forward(chunks)
+
+    def _forward(self, chunks: list[Chunk]) -> Tensor:
+        step = build_step(chunks, self.allocator.page_size, self.device)
+        step.adapters = self._step_adapters(chunks)
+        hidden = self.model(step, self.cache)  # (T, C)
         # The head is as large as several layers: only rows that need it go through it.
-        return self.model.logits(hidden[torch.tensor(rows, dtype=torch.int64, device=self._device)])
+        rows = _rows(chunks)
+        if len(rows) < len(hidden):
+            hidden = hidden[torch.from_numpy(rows).to(self.device)]
+        return self.model.logits(hidden)
 
-    def prepare(self, chunks: list[Chunk]) -> Batch:
-        """The tensors of one step; chunks of one token come first."""
-        page_size = self.allocator.page_size
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
+    def _run_one_by_one(self, chunks: list[Chunk]) -> Tensor:
+        """Every token as a step of its own: slow, but the same operations on the same shapes whatever else runs."""
+        logits = []
         for chunk in chunks:
-            sequence, start = chunk.sequence, chunk.sequence.num_computed_tokens
-            end = start + chunk.num_tokens
-            tokens += sequence.tokens[start:end]
-            positions += range(start, end)
-            slots += [sequence.pages[at // page_size] * page_size + at % page_size for at in range(start, end)]
-        groups = self._groups(chunks)
-        return Batch(self._tensor(tokens), self._tensor(positions), self._tensor(slots), groups)
+            num_rows = 1 + chunk.num_draft if chunk.completes else 0
+            singles = list(_singles(chunk))
+            for i, single in enumerate(singles):
+                row = self._forward([single])
+                if len(singles) - i <= num_rows:
+                    logits.append(row)
+        return torch.cat(logits) if logits else torch.empty(0, self.model.config.vocab_size, device=self.device)
 
-    def _groups(self, chunks: list[Chunk]) -> list[Group]:
-        """Decode rows in groups of similar length, so that one long sequence does not pad them all; else alone."""
-        groups, start = [], 0
-        members: list[Chunk] = []
-        for chunk, following in zip(chunks, [*chunks[1:], None], strict=True):
-            members.append(chunk)
-            if following is None or not self._together([*members, following]):
-                groups.append(self._group(start, members))
-                start += sum(member.num_tokens for member in members)
-                members = []
-        return groups
+    def _step_adapters(self, chunks: list[Chunk]) -> StepAdapters | None:
+        if not self.adapters:
+            return None
+        used: dict[Adapter, int] = {}
+        rows: list[int] = []
+        which: list[int] = []
+        row = 0
+        for chunk in chunks:
+            if adapter := self.adapters.get(chunk.sequence.id):
+                number = used.setdefault(adapter, len(used))
+                rows += range(row, row + chunk.num_tokens)
+                which += [number] * chunk.num_tokens
+            row += chunk.num_tokens
+        if not rows:
+            return None
+        rows_and_which = torch.tensor([rows, which], dtype=torch.int32, device=self.device)
+        return StepAdapters(self._table(tuple(used)), rows_and_which[0], rows_and_which[1])
 
-    def _together(self, chunks: list[Chunk]) -> bool:
-        if any(chunk.num_tokens > 1 for chunk in chunks):
-            return False
-        lengths = [len(chunk.sequence.pages) for chunk in chunks]
-        return max(lengths) <= 2 * min(lengths) + 4
-
-    def _group(self, start: int, chunks: list[Chunk]) -> Group:
-        page_size = self.allocator.page_size
-        N = chunks[0].num_tokens
-        ends = [chunk.sequence.num_computed_tokens + N for chunk in chunks]
-        M = max(self.allocator.pages_for(end) for end in ends)
-        pages = self._tensor([_padded(chunk.sequence.pages, M) for chunk in chunks])  # (B, M)
-        queries = self._tensor([[*range(end - N, end)] for end in ends])  # (B, N)
-        hidden = torch.arange(M * page_size, device=self._device) > queries[:, None, :, None]  # (B, 1, N, S)
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, -torch.inf)
-        return Group(start, len(chunks), N, pages, mask)
-
-    def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+    def _table(self, adapters: tuple[Adapter, ...]) -> AdapterTable:
+        table = self._tables.get(adapters)
+        if table is None:
+            if len(self._tables) >= MAX_ADAPTER_TABLES:
+                self._tables.clear()
+            table = self._tables[adapters] = AdapterTable(adapters, self.model.config, self._kernels)
+        return table
 
 
-def load_runner(checkpoint: Checkpoint, *, dtype: str, device: str, kv_tokens: int, max_running: int) -> ModelRunner:
+def load_runner(
+    checkpoint: Checkpoint,
+    *,
+    options: ModelOptions,
+    device: torch.device,
+    kernels: Kernels | None,
+    kv_tokens: int,
+    max_running: int,
+    step_tokens: int,
+) -> ModelRunner:
     """Load the model of `checkpoint` and give it a KV cache for `kv_tokens` tokens, or as many as can be used.
+
+    Raises:
+        WeightsError: the model cannot be loaded, or not with these options.
+    """
+    model = load(checkpoint, options=options, device=device, kernels=kernels)
+    config = model.config
+    allocator = PageAllocator(-(-min(kv_tokens, max_running * config.context_length) // PAGE_SIZE), PAGE_SIZE)
+    try:
+        cache = KvCache(
+            kv_format(options),
+            num_layers=config.num_layers,
+            num_pages=allocator.num_pages,
+            page_size=PAGE_SIZE,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            device=device,
+            # The first page and the last two of every sequence, and one for every page that a step can begin.
+            num_side_pages=5 * max_running + step_tokens // PAGE_SIZE,
+        )
+    except ValueError as error:
+        raise WeightsError(f"{error} (option kv of [engine])") from error
+    used = None if options.weights == "float32" else kernels
+    return ModelRunner(model, allocator, cache, device=device, kernels=used, deterministic=options.deterministic)
+
+
+def load(checkpoint: Checkpoint, *, options: ModelOptions, device: torch.device, kernels: Kernels | None) -> Decoder:
+    """The model of `checkpoint` as `options` want it; `float32` asks for torch's operators, and gets no `kernels`.
 
     Raises:
         WeightsError: the model cannot be loaded.
     """
-    if dtype not in DTYPES:
-        raise WeightsError(f"dtype {dtype!r} is not supported (supported: {', '.join(DTYPES)}); set engine.dtype")
-    where, kind = torch.device(device), DTYPES[dtype]
-    model = load_model(checkpoint, dtype=kind, device=where)
-    most = max_running * model.config.context_length
-    allocator = PageAllocator(-(-min(kv_tokens, most) // PAGE_SIZE), PAGE_SIZE)
-    return ModelRunner(model, allocator, dtype=kind, device=where)
+    if options.weights == "float32":
+        dtype, kernels = torch.float32, None
+    elif kernels is None and device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        dtype = torch.float32  # on such a processor bfloat16 is emulated
+    else:
+        dtype = torch.bfloat16
+    return load_model(checkpoint, options=options, dtype=dtype, device=device, kernels=kernels)
 
 
-def _padded(pages: list[int], length: int) -> list[int]:
-    return pages[:length] + pages[:1] * (length - len(pages))
+def kv_format(options: ModelOptions) -> str:
+    """How keys and values are held under `options`."""
+    if options.kv != "auto":
+        return options.kv
+    return "float32" if options.weights == "float32" else "bfloat16"
+
+
+def _rows(chunks: list[Chunk]) -> np.ndarray:
+    """Of the step's rows, those whose logits are needed."""
+    rows: list[int] = []
+    end = 0
+    for chunk in chunks:
+        end += chunk.num_tokens
+        if chunk.completes:
+            rows += range(end - 1 - chunk.num_draft, end)
+    return np.array(rows, np.int64)
+
+
+def _singles(chunk: Chunk) -> Iterator[Chunk]:
+    """`chunk` token by token."""
+    start = chunk.sequence.num_computed_tokens
+    for i in range(chunk.num_tokens):
+        yield Chunk(dataclasses.replace(chunk.sequence, num_computed_tokens=start + i), 1)

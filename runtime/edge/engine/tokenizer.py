@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ SAMPLE_CHARS = 1 << 14
 """Length of the piece of an oversized prompt that is tokenized to estimate the rest."""
 
 _CONTROL, _USER_DEFINED = 3, 4
+_HEX_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _REPLACEMENT = "\ufffd"
 
 
@@ -61,6 +63,8 @@ class Tokenizer:
         }
         self._files = files
         self._template = _compile(files.chat_template) if files.chat_template is not None else None
+        self._added = set(self._tokenizer.get_added_tokens_decoder())
+        self._byte_level = "ByteLevel" in str(self._tokenizer.decoder)
         self._longest_token = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
 
     @property
@@ -89,7 +93,9 @@ class Tokenizer:
             ids = [number, *ids]
         return _within(ids, max_tokens)
 
-    def encode_chat(self, messages: list[dict[str, Any]], max_tokens: int) -> list[int]:
+    def encode_chat(
+        self, messages: list[dict[str, Any]], max_tokens: int, tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
         """Token ids of `messages` through the chat template, up to where the assistant's answer starts.
 
         Raises:
@@ -97,10 +103,10 @@ class Tokenizer:
             PromptTooLong: there are more than `max_tokens`; the message has both numbers.
         """
         # The template writes BOS itself, where the model wants one.
-        return _within(self._encode(self.render_chat(messages), max_tokens, special=False), max_tokens)
+        return _within(self._encode(self.render_chat(messages, tools), max_tokens, special=False), max_tokens)
 
-    def render_chat(self, messages: list[dict[str, Any]]) -> str:
-        """`messages` as the text that the model was trained on.
+    def render_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+        """`messages`, and `tools` where the template knows them, as the text that the model was trained on.
 
         Raises:
             InvalidInput: there is no template, or it refuses the messages.
@@ -112,6 +118,7 @@ class Tokenizer:
         return _render(
             self._template,
             messages=messages,
+            tools=tools,
             add_generation_prompt=True,
             bos_token=self._files.bos_token,
             eos_token=self._files.eos_token,
@@ -120,6 +127,23 @@ class Tokenizer:
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`, without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that `token` stands for, perhaps a part of a character; of a special token, its name."""
+        text = self._tokenizer.id_to_token(token)
+        if text is None:  # models have more logits than there are tokens
+            return b""
+        if token in self._added:
+            return text.encode()
+        if self._byte_level:
+            return b"".join(_BYTES.get(character, character.encode()) for character in text)
+        if _HEX_TOKEN.fullmatch(text):
+            return bytes([int(text[3:5], 16)])
+        return text.replace("▁", " ").encode()
+
+    def to_json(self) -> str:
+        """The tokenizer as the text of a tokenizer.json."""
+        return self._tokenizer.to_str()
 
     def _encode(self, text: str, max_tokens: int, *, special: bool) -> list[int]:
         if len(text) > max_tokens * self._longest_token:
@@ -185,6 +209,18 @@ def _too_long(num_tokens: str, max_tokens: int) -> str:
         f"the prompt has {num_tokens} tokens, but only {max_tokens} fit into the model's context; "
         "shorten the prompt or use a model with a longer context"
     )
+
+
+def _byte_table() -> dict[str, bytes]:
+    """The characters by which byte-level tokenizers write bytes (GPT-2's `bytes_to_unicode`)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): bytes([byte]) for byte in printable} | {
+        chr(256 + place): bytes([byte]) for place, byte in enumerate(others)
+    }
+
+
+_BYTES = _byte_table()
 
 
 # -- building ----------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class Node:
         self._served = self._installed()
         self._stand_ins = _stand_ins(config)
         self.catalogue = Catalogue(self._served.values(), self._stand_ins, prices)
-        self.pool = LocalPool(self._paths(self._served), config.engine)
+        self.pool = LocalPool(self._paths(self._served), config.engine, config.state_dir / "cache" / "kernels")
         self._gate = Gate(self.pool, self.catalogue, self._ledger)
         self.isolates = Isolates(_AiBinding(self._gate, config.account_id), config.limits, self._on_log)
         ingress = Ingress(self.isolates, show_tracebacks=show_tracebacks, error_log=say)

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -88,11 +89,14 @@ class LocalPool:
         self,
         models: Mapping[str, Path],
         engine: EngineConfig,
+        cache_dir: Path,
         *,
         ready_timeout_s: float = READY_TIMEOUT_S,
         ping_interval_s: float = PING_INTERVAL_S,
     ) -> None:
         """Serve `models`, by name and path of their files, on an engine with the configuration `engine`.
+
+        What it compiles is kept in `cache_dir`.
 
         Raises:
             ConfigError: the configuration makes no sense.
@@ -104,6 +108,7 @@ class LocalPool:
             )
         self._models = dict(models)
         self._config = engine
+        self._cache_dir = cache_dir
         self._ready_timeout_s = ready_timeout_s
         self._ping_interval_s = ping_interval_s
         self._engine: _Engine | None = None
@@ -129,7 +134,7 @@ class LocalPool:
         self._models = dict(models)
         if self._engine is not None and self._engine.ready is not None:
             self._engine.unload(removed)
-            self._engine.load(added, self._config.dtype)
+            self._engine.load(added, self._config)
 
     async def close(self) -> None:
         """Stop the engine; calls in flight fail. Returns when the process is gone."""
@@ -160,15 +165,13 @@ class LocalPool:
                 on_usage,
             )
             try:
-                async for frame in call:
+                while (frame := await call.read()) is not None:
                     if isinstance(frame, Failed):
                         error = BY_CODE.get(frame.code, EdgeError)
                         raise error(frame.message, retry_after_s=1 if error.retryable else None, param=frame.param)
                     yield frame
                     if isinstance(frame, Done):
                         return
-                    if isinstance(frame, Delta):
-                        call.give_credit()
             finally:
                 await engine.leave(call)
             if call.is_started:  # else nothing was done for it, and the next engine can do it
@@ -183,7 +186,6 @@ class LocalPool:
             "state": "starting" if ready is None else "ready",
             "pid": None if engine is None else engine.pid,
             "device": self._config.device,
-            "dtype": self._config.dtype,
             "num_threads": None if ready is None else ready.num_threads,
             "torch": None if ready is None else ready.torch,
             "num_restarts": max(0, self._num_starts - 1),
@@ -263,7 +265,8 @@ class LocalPool:
                 # In a session of its own, it does not get the Ctrl-C of the terminal: the node decides when it ends.
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-P", "-m", "edge.engine"),
-                    *(str(theirs.fileno()), str(os.getpid()), msgspec.json.encode(self._config).decode()),
+                    *(str(theirs.fileno()), str(os.getpid()), str(self._cache_dir)),
+                    msgspec.json.encode(self._config).decode(),
                     pass_fds=[theirs.fileno()],
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=sys.__stderr__ or asyncio.subprocess.DEVNULL,
@@ -299,15 +302,15 @@ class LocalPool:
     def _receive(self, engine: _Engine, frame: Frame) -> None:
         engine.num_missed_pings = 0
         match frame:
-            case Started(id=id) | Delta(id=id) | Done(id=id) | Failed(id=id):
-                engine.deliver(id, frame)
+            case Delta() | Started() | Done() | Failed():
+                engine.deliver(frame)
             case EngineReady():
                 engine.ready = frame
                 self._num_failed_starts = 0
-                engine.load(self._models, self._config.dtype)
+                engine.load(self._models, self._config)
             case ModelLoaded() | ModelFailed():
                 engine.models[frame.model] = frame
-                engine.num_loading -= 1
+                engine.loading.discard(frame.model)
                 if isinstance(frame, ModelFailed):
                     _log.error("model %s cannot be loaded: %s", frame.model, frame.message)
                 self._notify()
@@ -326,9 +329,10 @@ class _Engine:
     def __init__(self, process: asyncio.subprocess.Process, writer: asyncio.StreamWriter) -> None:
         self._process = process
         self._writer = writer
+        self.loop = asyncio.get_running_loop()
         self.ready: EngineReady | None = None
         self.models: dict[str, ModelLoaded | ModelFailed] = {}
-        self.num_loading = 0
+        self.loading: set[str] = set()
         self.calls: dict[int, _Call] = {}
         self.pong = Pong(0, 0, 0)
         self.num_missed_pings = 0
@@ -343,10 +347,10 @@ class _Engine:
         if not self._writer.is_closing():
             self._writer.write(encode(frame))
 
-    def load(self, models: Mapping[str, Path], dtype: str) -> None:
+    def load(self, models: Mapping[str, Path], config: EngineConfig) -> None:
         for name, path in models.items():
-            self.send(LoadModel(name, str(path), dtype))
-        self.num_loading += len(models)
+            self.send(LoadModel(name, str(path), config.options(name)))
+        self.loading.update(models)
 
     def unload(self, names: Iterable[str]) -> None:
         for name in names:
@@ -369,10 +373,10 @@ class _Engine:
         call = self.calls[request.id] = _Call(self, request.id, request.credit, on_usage)
         return call
 
-    def deliver(self, id: int, frame: Started | Delta | Done | Failed) -> None:
+    def deliver(self, frame: Started | Delta | Done | Failed) -> None:
         """Hand `frame` to its call; frames that were under way when the call was left are dropped."""
-        if id in self.calls:
-            self.calls[id].deliver(frame)
+        if (call := self.calls.get(frame.id)) is not None:
+            call.deliver(frame)
 
     async def leave(self, call: _Call) -> None:
         """Forget `call`. One that is not over is stopped and heard out: the end tells what it has used."""
@@ -395,7 +399,7 @@ class _Engine:
         number = 0
         while True:
             await asyncio.sleep(interval_s)
-            is_busy = self.ready is None or self.num_loading > 0
+            is_busy = self.ready is None or bool(self.loading)
             limit = MAX_MISSED_PINGS_LOADING if is_busy else MAX_MISSED_PINGS
             if self.num_missed_pings >= limit:
                 self.kill(f"did not answer {limit} pings and was killed")
@@ -426,14 +430,15 @@ class _Engine:
 
 
 class _Call:
-    """One generation in an engine: what has arrived for it and was not read yet. Iterating ends with the engine."""
+    """One generation in an engine: what has arrived for it and was not read yet, by its one reader."""
 
     def __init__(self, engine: _Engine, id: int, credit: int, on_usage: OnUsage) -> None:
         self.id = id
         self.is_started = False
         self.over = asyncio.Event()
         """Set when nothing more will come."""
-        self._frames: asyncio.Queue[Started | Delta | Done | Failed | None] = asyncio.Queue()
+        self._frames: deque[Started | Delta | Done | Failed | None] = deque()
+        self._reader: asyncio.Future[None] | None = None
         self._engine = engine
         self._on_usage = on_usage
         self._batch = -(-credit // 2)
@@ -442,26 +447,46 @@ class _Call:
     def deliver(self, frame: Started | Delta | Done | Failed | None) -> None:
         """Queue `frame` for the reader, who may never read it: the usage in it counts at once. None: no more engine."""
         match frame:
+            case Delta(usage=usage):
+                self._on_usage(usage)
             case Started():
                 self.is_started = True
-            case Delta(usage=usage) | Done(usage=usage) | Failed(usage=usage):
+            case Done(usage=usage) | Failed(usage=usage):
                 self._on_usage(usage)
-        if not isinstance(frame, Started | Delta):
-            self.over.set()
-        self._frames.put_nowait(frame)
+                self.over.set()
+            case None:
+                self.over.set()
+        self._frames.append(frame)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
-    def __aiter__(self) -> _Call:
-        return self
+    async def read(self) -> Started | Delta | Done | Failed | None:
+        """The next frame; None when there is no more engine. Deltas that wait for a slow reader become one.
 
-    async def __anext__(self) -> Started | Delta | Done | Failed:
-        frame = await self._frames.get()
-        if frame is None:
-            raise StopAsyncIteration
-        return frame
-
-    def give_credit(self) -> None:
-        """Note that a delta was read. Credit goes back in batches, so that not every token costs a frame."""
+        Asking for the next one says that there is room again for those before it.
+        """
+        self._give_credit()
+        while not self._frames:
+            self._reader = self._engine.loop.create_future()
+            await self._reader
+        frame = self._frames.popleft()
+        if not isinstance(frame, Delta):
+            return frame
         self._num_read += 1
+        return self._joined(frame) if self._frames else frame
+
+    def _joined(self, first: Delta) -> Delta:
+        """`first` and the deltas that follow it, as one."""
+        deltas = [first]
+        while self._frames and isinstance(delta := self._frames[0], Delta):
+            deltas.append(delta)
+            self._frames.popleft()
+        self._num_read += len(deltas) - 1
+        logprobs = [each for delta in deltas for each in delta.logprobs]
+        return Delta(first.id, "".join(delta.text for delta in deltas), deltas[-1].usage, logprobs)
+
+    def _give_credit(self) -> None:
+        """Return credit for what was read, in batches, so that not every token costs a frame."""
         if self._num_read >= self._batch:
             self._engine.send(MoreDeltas(self.id, self._num_read))
             self._num_read = 0

@@ -2,7 +2,9 @@
 
 Tensor names are ours, the same for all formats: `embed.weight`, `norm.weight`, `head.weight` and, for layer i,
 `layers.i.attention_norm.weight`, `layers.i.attention.{q,k,v,o}.{weight,bias}`, `layers.i.mlp_norm.weight`,
-`layers.i.mlp.{gate,up,down}.{weight,bias}`. Rotary embeddings are in the half-split order.
+`layers.i.mlp.{gate,up,down}.{weight,bias}`; some architectures also have `layers.i.attention.{q,k}_norm.weight`,
+`layers.i.attention_post_norm.weight` and `layers.i.mlp_post_norm.weight`. Rotary embeddings are in the half-split
+order, and norms are what is multiplied by (Gemma's files may hold one less).
 
 This module knows nothing about how an architecture computes; `open_checkpoint` is the only door to the formats.
 """
@@ -18,6 +20,11 @@ import msgspec
 from torch import Tensor
 
 from edge.errors import WeightsError
+from edge.weights.folder import read_quantization
+from edge.weights.quantized import Quantized
+
+MAX_LAYERS = 1 << 10
+MAX_HEAD_DIM = 1 << 12
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +48,23 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    """Queries and keys are normed head by head, before they are rotated."""
+    post_norms: bool = False
+    """What attention and MLP give is normed, before it is added."""
+    activation: str = "silu"
+    """Of the MLP's gate: `silu` or `gelu_tanh`."""
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    """What a query times a key is multiplied by; None: head_dim ** -0.5."""
+    attention_softcap: float | None = None
+    """Attention scores s become cap * tanh(s / cap)."""
+    logit_softcap: float | None = None
+    """So do logits."""
+    windows: tuple[int | None, ...] = ()
+    """How many tokens a query of each layer sees, the last one its own; None: all. Empty: all, in every layer."""
+    local_rope_theta: float | None = None
+    """Theta, unscaled, of the layers with a window; None: they are rotated as all others."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +92,7 @@ class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoint(Protocol):
-    """A model's files, opened. Nothing of size is read before `tensors`."""
+    """A model's files, opened. Nothing of size is read before `tensor` and `quantized`."""
 
     architecture: str
     """The architecture's short name, for example `llama`."""
@@ -91,11 +115,45 @@ class Checkpoint(Protocol):
         """
         ...
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model once: our name, and its values in the stored or in a wider float type.
+    def names(self) -> list[str]:
+        """Our names of all tensors, in the order in which they are stored.
 
         Raises:
-            WeightsError: a tensor is unknown or of an unsupported type.
+            WeightsError: a tensor has no place in a model of this architecture, or two have the same one.
+        """
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """The values of one of `names()`, in the stored or in a wider float type.
+
+        Raises:
+            WeightsError: it is missing, unreadable, or of an unsupported type.
+        """
+        ...
+
+    def quantized(self, name: str) -> Quantized | None:
+        """The matrix `name` as codes and scales, if the file has it in such a form; its values are `tensor(name)`.
+
+        They are equal, but for K types of GGUF, whose scales and minimums are rounded to float16 here.
+
+        Raises:
+            WeightsError: as `tensor`; or its scales are no numbers that float16 holds.
+        """
+        ...
+
+    def factors(self) -> dict[str, Tensor]:
+        """What channels inside of the model are scaled by, compared with the one that it was made from.
+
+        The columns of the linear NAME (such as `layers.0.attention.q`) are multiplied by `NAME.inputs`, and its rows
+        divided by `NAME.outputs`. Whoever changes linears from outside, as adapters do, has to do the same.
+        """
+        ...
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the model once: our name, and its values.
+
+        Raises:
+            WeightsError: as `names` and `tensor`.
         """
         ...
 
@@ -108,10 +166,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     # The formats import this module for its structs.
     from edge.weights.gguf_checkpoint import GgufCheckpoint
+    from edge.weights.quantized_checkpoint import QuantizedCheckpoint
     from edge.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
     if path.is_dir():
-        return SafetensorsCheckpoint(path)
+        return SafetensorsCheckpoint(path) if read_quantization(path) is None else QuantizedCheckpoint(path)
     if path.is_file():
         return GgufCheckpoint(path)
     raise WeightsError(f"{path}: there is no such file or folder")
@@ -140,7 +199,7 @@ def check_config(config: ModelConfig, source: Path) -> ModelConfig:
     Raises:
         WeightsError: they do not; the message names `source`.
     """
-    limits = {"num_layers": 1 << 10, "context_length": 1 << 27, "head_dim": 1 << 12}
+    limits = {"num_layers": MAX_LAYERS, "context_length": 1 << 27, "head_dim": MAX_HEAD_DIM}
     for name in msgspec.structs.fields(ModelConfig):
         value = getattr(config, name.name)
         limit = limits.get(name.name, 1 << 24)
@@ -154,6 +213,14 @@ def check_config(config: ModelConfig, source: Path) -> ModelConfig:
         raise WeightsError(f"{source}: norm_eps is {config.norm_eps}, not between 0 and 1")
     if not (math.isfinite(config.rope_theta) and config.rope_theta > 0):
         raise WeightsError(f"{source}: rope_theta is {config.rope_theta}, not a positive number")
+    for key in ("embedding_scale", "attention_scale", "attention_softcap", "logit_softcap", "local_rope_theta"):
+        number = getattr(config, key)
+        if number is not None and not (math.isfinite(number) and number > 0):
+            raise WeightsError(f"{source}: {key} is {number}, not a positive number")
+    if len(config.windows) not in (0, config.num_layers):
+        raise WeightsError(f"{source}: the kinds of {len(config.windows)} layers are given, not of {config.num_layers}")
+    if any(window is not None and not 0 < window <= 1 << 27 for window in config.windows):
+        raise WeightsError(f"{source}: the sliding window is not a positive number of tokens")
     divisors = config.rope_divisors
     if divisors is not None and not (
         len(divisors) == config.head_dim // 2 and all(math.isfinite(d) and d > 0 for d in divisors)

@@ -1,7 +1,8 @@
-"""Turns stored blocks of GGUF tensors into float32 values, bit-equal to ggml's own arithmetic.
+"""Turns stored blocks of GGUF tensors into float32 values, bit-equal to ggml's own arithmetic, or into our codes.
 
 Each type has one function from `(N, bytes per block)` uint8 to `(N, values per block)` float32, written to be
-read. Layouts: ggml's `block_*` structs in https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+read, and each quantized one a function to codes, scales and minimums, written to be fast: models are loaded by it.
+Layouts: ggml's `block_*` structs in https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 
 This module knows nothing about files, names or models.
 """
@@ -9,12 +10,14 @@ This module knows nothing about files, names or models.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from edge.errors import WeightsError
 from edge.weights.gguf import BLOCKS, GgmlType
+from edge.weights.quantized import Quantized
 
 CHUNK_VALUES = 1 << 20
 """Values that are decoded at a time: intermediates stay in the cache and memory use is bounded."""
@@ -44,6 +47,34 @@ def dequantize(raw: Tensor, kind: GgmlType, shape: tuple[int, ...]) -> Tensor:
     for start in range(0, blocks.shape[0], step):
         values[start : start + step] = decode(blocks[start : start + step])
     return values.view(shape)
+
+
+def unpack(raw: Tensor, kind: GgmlType, shape: tuple[int, ...]) -> Quantized | None:
+    """One matrix in our form of codes and scales, without a detour through its values.
+
+    Args:
+        raw: its bytes as stored, (size_bytes,) uint8; left unchanged.
+        kind: its storage type.
+        shape: its shape, (N, K).
+
+    Returns:
+        What dequantizes to `dequantize(raw, kind, shape)`, for K types but for the rounding of scales and minimums
+        to float16 (which may make one of them infinite); None if this is no matrix, or one of floats.
+    """
+    layout = _LAYOUTS.get(kind)
+    if layout is None or len(shape) != 2:
+        return None
+    values_per_block, bytes_per_block = BLOCKS[kind]
+    blocks = raw.view(-1, bytes_per_block)
+    num_blocks, num_groups = blocks.shape[0], values_per_block // layout.group
+    codes = torch.empty(num_blocks, values_per_block * layout.bits // 8, dtype=torch.uint8)
+    scales, minimums = torch.empty(2, num_blocks, num_groups, dtype=torch.float16)
+    step = max(1, CHUNK_VALUES // values_per_block)
+    for start in range(0, num_blocks, step):
+        part = slice(start, start + step)
+        codes[part], scales[part], minimums[part] = layout.split(blocks[part])
+    N = shape[0]
+    return Quantized(codes.view(N, -1), scales.view(N, -1), minimums.view(N, -1), layout.bits)
 
 
 def _f32(blocks: Tensor) -> Tensor:
@@ -91,20 +122,65 @@ def _q4_k(blocks: Tensor) -> Tensor:
 
 def _q5_k(blocks: Tensor) -> Tensor:
     scales, minimums = _k_scales(blocks)
-    planes = torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
-    high = (blocks[:, None, 16:48] >> planes) & 1  # bit i of each byte belongs to group i
-    codes = _k_nibbles(blocks[:, 48:]) | high << 4
-    return (scales * codes.float() - minimums).view(-1, 256)
+    return (scales * _q5_k_codes(blocks).float() - minimums).view(-1, 256)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    low, high = blocks[:, :128].view(-1, 2, 1, 64), blocks[:, 128:192].view(-1, 2, 1, 32)
-    low = torch.cat((low & 15, low >> 4), dim=2).view(-1, 8, 32)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 1, 4, 1)
-    high = ((high >> shifts) & 3).view(-1, 8, 32)
-    codes = (low | high << 4).float().sub_(32).view(-1, 16, 16)
-    scales = _half(blocks, 208) * _as(blocks[:, 192:208], torch.int8).float()  # (N, 16)
-    return (scales.unsqueeze(-1) * codes).view(-1, 256)
+    codes = _q6_k_codes(blocks).float().sub_(32).view(-1, 16, 16)
+    return (_q6_k_scales(blocks).unsqueeze(-1) * codes).view(-1, 256)
+
+
+# -- to codes: (N, bytes) to codes (N, values * bits / 8) uint8, scales (N, groups) and minimums (N, groups) ----
+
+
+def _split_q4_0(blocks: Tensor) -> _Parts:
+    scale = _as(blocks[:, :2], torch.float16)
+    return _pairs(blocks[:, 2:]), scale, scale * -8
+
+
+def _split_q4_1(blocks: Tensor) -> _Parts:
+    return _pairs(blocks[:, 4:]), _as(blocks[:, :2], torch.float16), _as(blocks[:, 2:4], torch.float16)
+
+
+def _split_q5_0(blocks: Tensor) -> _Parts:
+    scale, high, low = _as(blocks[:, :2], torch.float16), _bits(blocks[:, 2:6]), _nibbles(blocks[:, 6:])
+    return low | high << 4, scale, scale * -16
+
+
+def _split_q5_1(blocks: Tensor) -> _Parts:
+    high, low = _bits(blocks[:, 4:8]), _nibbles(blocks[:, 8:])
+    return low | high << 4, _as(blocks[:, :2], torch.float16), _as(blocks[:, 2:4], torch.float16)
+
+
+def _split_q8_0(blocks: Tensor) -> _Parts:
+    scale = _as(blocks[:, :2], torch.float16)
+    return blocks[:, 2:] ^ 128, scale, scale * -128  # the sign bit turned over: plus 128
+
+
+def _split_q4_k(blocks: Tensor) -> _Parts:
+    scales, minimums = _k_scales(blocks)
+    return _pairs(blocks[:, 16:].view(-1, 4, 32)).flatten(1), scales.flatten(1), -minimums.flatten(1)
+
+
+def _split_q5_k(blocks: Tensor) -> _Parts:
+    scales, minimums = _k_scales(blocks)
+    return _q5_k_codes(blocks).flatten(1), scales.flatten(1), -minimums.flatten(1)
+
+
+def _split_q6_k(blocks: Tensor) -> _Parts:
+    scales = _q6_k_scales(blocks).half()
+    return _q6_k_codes(blocks).flatten(1), scales, scales * -32
+
+
+def _pairs(packed: Tensor) -> Tensor:
+    """Bytes (..., B) that hold B codes in their low halves and the next B in their high ones, to our order."""
+    words = packed.contiguous().view(torch.int16)  # two codes of the first half, and two of the second
+    low = (words & 0x000F) | (words >> 4 & 0x00F0)
+    high = (words >> 4 & 0x000F) | (words >> 8 & 0x00F0)
+    return torch.cat((low, high), dim=-1).to(torch.uint8)
+
+
+# -- parts of blocks ---------------------------------------------------------------------------------------
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,6 +189,26 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.cat((first & 63, mixed & 15 | first >> 6 << 4), dim=1).float()
     minimums = torch.cat((second & 63, mixed >> 4 | second >> 6 << 4), dim=1).float()
     return (_half(blocks, 0) * scales).unsqueeze(-1), (_half(blocks, 2) * minimums).unsqueeze(-1)
+
+
+def _q5_k_codes(blocks: Tensor) -> Tensor:
+    """(N, 8, 32)."""
+    planes = torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
+    high = (blocks[:, None, 16:48] >> planes) & 1  # bit i of each byte belongs to group i
+    return _k_nibbles(blocks[:, 48:]) | high << 4
+
+
+def _q6_k_codes(blocks: Tensor) -> Tensor:
+    """(N, 8, 32)."""
+    low, high = blocks[:, :128].view(-1, 2, 1, 64), blocks[:, 128:192].view(-1, 2, 1, 32)
+    low = torch.cat((low & 15, low >> 4), dim=2).view(-1, 8, 32)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 1, 4, 1)
+    return low | ((high >> shifts) & 3).view(-1, 8, 32) << 4
+
+
+def _q6_k_scales(blocks: Tensor) -> Tensor:
+    """(N, 16) float32."""
+    return _half(blocks, 208) * _as(blocks[:, 192:208], torch.int8).float()
 
 
 def _k_nibbles(packed: Tensor) -> Tensor:
@@ -155,3 +251,24 @@ DECODERS: dict[GgmlType, Callable[[Tensor], Tensor]] = {
     GgmlType.Q6_K: _q6_k,
 }
 SUPPORTED = [kind.name for kind in DECODERS]
+
+
+_Parts = tuple[Tensor, Tensor, Tensor]
+
+
+class _Layout(NamedTuple):
+    bits: int
+    group: int
+    split: Callable[[Tensor], _Parts]
+
+
+_LAYOUTS: dict[GgmlType, _Layout] = {
+    GgmlType.Q4_0: _Layout(4, 32, _split_q4_0),
+    GgmlType.Q4_1: _Layout(4, 32, _split_q4_1),
+    GgmlType.Q5_0: _Layout(8, 32, _split_q5_0),
+    GgmlType.Q5_1: _Layout(8, 32, _split_q5_1),
+    GgmlType.Q8_0: _Layout(8, 32, _split_q8_0),
+    GgmlType.Q4_K: _Layout(4, 32, _split_q4_k),
+    GgmlType.Q5_K: _Layout(8, 32, _split_q5_k),
+    GgmlType.Q6_K: _Layout(8, 16, _split_q6_k),
+}

@@ -13,7 +13,17 @@ from typing import Annotated, Any
 import msgspec
 
 from edge.errors import WeightsError
-from edge.weights.folder import MAX_JSON_BYTES, find_shards, parse_json, read_json
+from edge.weights.folder import (
+    CODES,
+    MAX_JSON_BYTES,
+    MINIMUMS,
+    SCALES,
+    Quantization,
+    find_shards,
+    parse_json,
+    read_json,
+    read_quantization,
+)
 from edge.weights.gguf import read_header
 
 MAX_CONTEXT = 1 << 27
@@ -58,6 +68,7 @@ def _of_gguf(path: Path) -> Facts:
 def _of_folder(folder: Path) -> Facts:
     file = folder / "config.json"
     config = read_json(file, dict[str, Any])
+    quantization = read_quantization(folder)
     text_config = config.get("text_config")
     classes = config.get("architectures")
     first = _text(classes[0]) if isinstance(classes, list) and classes else ""
@@ -67,7 +78,7 @@ def _of_folder(folder: Path) -> Facts:
         context_length=_context(
             (text_config if isinstance(text_config, dict) else config).get("max_position_embeddings"), file
         ),
-        num_parameters=sum(map(_count_parameters, find_shards(folder))),
+        num_parameters=sum(_count_parameters(shard, quantization) for shard in find_shards(folder)),
         task="text-generation" if generates else "text-embeddings",
         title=_text(config.get("_name_or_path")).rpartition("/")[2],
     )
@@ -78,7 +89,7 @@ class _Tensor(msgspec.Struct):
     data_offsets: tuple[_Size, _Size]
 
 
-def _count_parameters(file: Path) -> int:
+def _count_parameters(file: Path, quantization: Quantization | None) -> int:
     """Values in all tensors of a safetensors file: 8 bytes of length, that many of JSON, and then the data."""
     size_bytes = file.stat().st_size
     with file.open("rb") as stream:
@@ -87,11 +98,18 @@ def _count_parameters(file: Path) -> int:
             raise WeightsError(f"{file}: no safetensors file: its header would have {length} bytes")
         header = parse_json(stream.read(length), dict[str, msgspec.Raw], file)
     header.pop("__metadata__", None)
-    tensors = [parse_json(bytes(raw), _Tensor, file) for raw in header.values()]
-    end = 8 + length + max((tensor.data_offsets[1] for tensor in tensors), default=0)
+    tensors = {name: parse_json(bytes(raw), _Tensor, file) for name, raw in header.items()}
+    end = 8 + length + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if end != size_bytes:
         raise WeightsError(f"{file}: has {size_bytes} bytes instead of the {end} that its header tells of")
-    return sum(math.prod(tensor.shape) for tensor in tensors)
+    counts = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
+    if quantization is None:
+        return sum(counts.values())
+    return sum(
+        count * 8 // quantization.bits_of(name.removesuffix(CODES)) if name.endswith(CODES) else count
+        for name, count in counts.items()
+        if not name.endswith((SCALES, MINIMUMS))
+    )
 
 
 def _context(value: Any, file: Path) -> int:

@@ -1,12 +1,13 @@
 """A model folder in the layout of Hugging Face: which files hold the weights, and its texts and JSON, within limits.
 
-This module knows nothing about torch, nor about what the files say.
+Of what the files say, it knows only the `quantization_config` that `edge models quantize` writes. It knows nothing
+about torch.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -14,7 +15,29 @@ from edge.errors import WeightsError
 
 MAX_JSON_BYTES = 64 << 20
 
+CODES, SCALES, MINIMUMS = ".codes", ".scales", ".minimums"
+"""What follows a matrix's name in the names of the three tensors that a quantized one is stored as."""
+
+INPUTS, OUTPUTS = ".inputs", ".outputs"
+"""What follows the name of a linear in the names of the factors that its columns were multiplied by, and its rows
+divided by, when it was quantized. What reaches it is divided by the former already."""
+
 T = TypeVar("T")
+
+
+class Quantization(msgspec.Struct, frozen=True, kw_only=True, tag_field="quant_method", tag="edge"):
+    """`quantization_config` of `config.json`: matrices are stored as `edge.weights.quantized.Quantized`."""
+
+    bits: Literal[4, 8]
+    group_size: int
+    """Columns that share a scale, but for matrices whose width is no multiple of it; 0: a whole row."""
+    symmetric: bool = False
+    bits_by_name: dict[str, Literal[4, 8]] = {}
+    """Bits of the matrices that differ, by their name in the file."""
+
+    def bits_of(self, name: str) -> int:
+        """Bits of a code of the matrix `name`."""
+        return self.bits_by_name.get(name, self.bits)
 
 
 class _Index(msgspec.Struct):
@@ -49,6 +72,28 @@ def read_json(path: Path, kind: type[T]) -> T:
         WeightsError: it is missing, too long, no JSON, or not of type `kind`.
     """
     return parse_json(read_text(path, MAX_JSON_BYTES), kind, path)
+
+
+def read_quantization(folder: Path) -> Quantization | None:
+    """How the weights in `folder` are quantized; None: they are not.
+
+    Raises:
+        WeightsError: `config.json` cannot be read, or they are quantized by another tool.
+    """
+    path = folder / "config.json"
+    found = read_json(path, dict[str, Any]).get("quantization_config")
+    if found is None:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if method != "edge":
+        raise WeightsError(
+            f"{path}: quantized safetensors are not supported, but for those that `edge models quantize` makes "
+            f"(quant_method is {method!r}); use the unquantized model or a GGUF file"
+        )
+    try:
+        return msgspec.convert(found, Quantization)
+    except msgspec.ValidationError as error:
+        raise WeightsError(f"{path}: quantization_config cannot be used: {error}") from error
 
 
 def parse_json(text: str | bytes, kind: type[T], source: Path) -> T:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from edge.errors import WeightsError
-from edge.weights.checkpoint import ModelConfig, TokenizerFiles, Vocabulary, check_config
-from edge.weights.dequantize import DECODERS, SUPPORTED, dequantize
+from edge.weights.checkpoint import MAX_HEAD_DIM, MAX_LAYERS, ModelConfig, TokenizerFiles, Vocabulary, check_config
+from edge.weights.dequantize import DECODERS, SUPPORTED, dequantize, unpack
 from edge.weights.gguf import GgmlType, GgufTensor, read_header
+from edge.weights.quantized import Quantized
 
 T = TypeVar("T")
 
@@ -32,7 +34,12 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate",
     "ffn_up": "mlp.up",
     "ffn_down": "mlp.down",
+    "attn_q_norm": "attention.q_norm",
+    "attn_k_norm": "attention.k_norm",
+    "post_attention_norm": "attention_post_norm",
+    "post_ffw_norm": "mlp_post_norm",
 }
+_GEMMA = ("gemma2", "gemma3")
 _ROPE_DIVISORS = "rope_freqs.weight"
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _CONTROL = 3
@@ -70,11 +77,13 @@ class GgufCheckpoint:
             context_length=self._int("context_length"),
             norm_eps=self._float("attention.layer_norm_rms_epsilon"),
             rope_theta=self._float("rope.freq_base", 10000.0),
-            rope_divisors=self._rope_divisors(head_dim),
+            rope_divisors=self._rope_divisors(min(head_dim, MAX_HEAD_DIM)),
             tied_head="output.weight" not in self._tensors,
             qkv_bias="blk.0.attn_q.bias" in self._tensors,
             output_bias="blk.0.attn_output.bias" in self._tensors,
             mlp_bias="blk.0.ffn_up.bias" in self._tensors,
+            qk_norm="blk.0.attn_q_norm.weight" in self._tensors,
+            **(self._gemma_features(head_dim) if self.architecture in _GEMMA else {}),
         )
         return check_config(config, self._path)
 
@@ -103,21 +112,67 @@ class GgufCheckpoint:
             eos_ids=frozenset(i for i in ends if i is not None),
         )
 
+    def names(self) -> list[str]:
+        """Our names of all tensors, in file order."""
+        return list(self._stored)
+
+    def tensor(self, name: str) -> Tensor:
+        """The values of `name`, float32."""
+        tensor = self._find(name)
+        values = dequantize(self._raw(tensor), tensor.type, tensor.shape)
+        order = self._row_order(name, tensor)
+        return values if order is None else values[order]
+
+    def quantized(self, name: str) -> Quantized | None:
+        """The matrix `name` as codes and scales, if it is stored in blocks of those."""
+        tensor = self._find(name)
+        matrix = unpack(self._raw(tensor), tensor.type, tensor.shape)
+        if matrix is None:
+            return None
+        if not (matrix.scales.isfinite().all() and matrix.minimums.isfinite().all()):
+            raise WeightsError(f"{self._path}: tensor {tensor.name!r} has scales that are no finite numbers")
+        order = self._row_order(name, tensor)
+        return matrix if order is None else matrix.rows(order)
+
+    def factors(self) -> dict[str, Tensor]:
+        """None: files hold models as they were trained."""
+        return {}
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors in file order, as float32."""
-        # Mapped copy-on-write and read once, front to back; the file is not held in memory beside its values.
-        data = torch.from_file(str(self._path), shared=False, size=self._path.stat().st_size, dtype=torch.uint8)
+        for name in self._stored:
+            yield name, self.tensor(name)
+
+    @cached_property
+    def _stored(self) -> dict[str, GgufTensor]:
+        """The tensors by our names."""
+        stored: dict[str, GgufTensor] = {}
         for tensor in self._header.tensors:
             name = self._our_name(tensor)
-            if name is None:
-                continue
-            if tensor.type not in DECODERS:
-                raise WeightsError(
-                    f"{self._path}: tensor {tensor.name!r} is stored as {tensor.type.name}, which is not supported "
-                    f"(supported: {', '.join(SUPPORTED)})"
-                )
-            raw = data[tensor.offset : tensor.offset + tensor.size_bytes]
-            yield name, self._ordered(name, dequantize(raw, tensor.type, tensor.shape))
+            if name in stored:
+                raise WeightsError(f"{self._path}: tensors {stored[name].name!r} and {tensor.name!r} are the same one")
+            if name is not None:
+                stored[name] = tensor
+        return stored
+
+    @cached_property
+    def _data(self) -> Tensor:
+        """The file's bytes, mapped copy-on-write: they are not held in memory beside the values."""
+        return torch.from_file(str(self._path), shared=False, size=self._path.stat().st_size, dtype=torch.uint8)
+
+    def _find(self, name: str) -> GgufTensor:
+        tensor = self._stored.get(name)
+        if tensor is None:
+            raise WeightsError(f"{self._path}: tensor {name!r} is missing")
+        if tensor.type not in DECODERS:
+            raise WeightsError(
+                f"{self._path}: tensor {tensor.name!r} is stored as {tensor.type.name}, which is not supported "
+                f"(supported: {', '.join(SUPPORTED)})"
+            )
+        return tensor
+
+    def _raw(self, tensor: GgufTensor) -> Tensor:
+        return self._data[tensor.offset : tensor.offset + tensor.size_bytes]
 
     def _our_name(self, tensor: GgufTensor) -> str | None:
         if tensor.name == _ROPE_DIVISORS:
@@ -132,19 +187,37 @@ class GgufCheckpoint:
                 return f"{_NAMES[stem]}.{leaf}"
         raise WeightsError(f"{self._path}: tensor {tensor.name!r} has no place in a {self.architecture} model")
 
-    def _ordered(self, name: str, tensor: Tensor) -> Tensor:
-        """`tensor` with the rows of q and k in half-split order.
+    def _row_order(self, name: str, tensor: GgufTensor) -> Tensor | None:
+        """Which stored rows the rows of q and k in half-split order are; None: they are in our order.
 
         Files of architecture `llama` have them interleaved in pairs; those of other architectures do not.
         """
         if self.architecture != "llama" or not name.endswith((".q.weight", ".k.weight", ".q.bias", ".k.bias")):
-            return tensor
+            return None
         config = self.config()
         num_heads = config.num_heads if ".q." in name else config.num_kv_heads
         if tensor.shape[0] != num_heads * config.head_dim:
             raise WeightsError(f"{self._path}: {name} has {tensor.shape[0]} rows, not {num_heads * config.head_dim}")
-        pairs = tensor.view(num_heads, config.head_dim // 2, 2, -1)  # (H, D/2, 2, C)
-        return pairs.transpose(1, 2).reshape(tensor.shape)
+        pairs = torch.arange(tensor.shape[0]).view(num_heads, config.head_dim // 2, 2)  # (H, D/2, 2)
+        return pairs.transpose(1, 2).flatten()
+
+    def _gemma_features(self, head_dim: int) -> dict[str, Any]:
+        """What files leave out that is the same for all models of a kind."""
+        gemma2, num_layers = self.architecture == "gemma2", self._int("block_count")
+        hidden_size, num_heads = max(0, self._int("embedding_length")), max(1, self._int("attention.head_count"))
+        window = self._int("attention.sliding_window", 4096)
+        period = 2 if gemma2 else 6  # every second or sixth layer sees everything
+        is_27b = num_layers == (46 if gemma2 else 62)
+        return {
+            "post_norms": True,
+            "activation": "gelu_tanh",
+            "embedding_scale": hidden_size**0.5,
+            "attention_scale": max(1, hidden_size // num_heads if is_27b else head_dim) ** -0.5,
+            "attention_softcap": self._float("attn_logit_softcapping", 50.0) if gemma2 else None,
+            "logit_softcap": self._float("final_logit_softcapping", 30.0) if gemma2 else None,
+            "windows": tuple(window if (i + 1) % period else None for i in range(min(num_layers, MAX_LAYERS))),
+            "local_rope_theta": None if gemma2 else self._float("rope.freq_base_swa", 10_000.0),
+        }
 
     def _rope_divisors(self, head_dim: int) -> tuple[float, ...] | None:
         if tensor := self._tensors.get(_ROPE_DIVISORS):

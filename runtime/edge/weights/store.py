@@ -22,12 +22,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
+import msgspec
+
 from edge.errors import ModelStoreError, WeightsError
 from edge.weights.facts import read_facts
+from edge.weights.folder import read_json
 from edge.weights.manifest import FILE_NAME, Manifest
 from edge.weights.sources import COPY_BYTES, Fetched, Progress, canonical, fetch
 
+ADAPTERS_NAME = "adapters"
+"""The folder beside a model's files that holds its LoRA adapters, a folder each."""
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _STAGING = ".incoming-"
+_WORKSHOP = ".workshop"
 _log = logging.getLogger(__name__)
 
 
@@ -84,8 +91,8 @@ class ModelStore:
             WeightsError: the weights are corrupt or of an unsupported kind.
         """
         source = canonical(spec)
-        if name is not None and name != _slug(name):
-            raise ModelStoreError(f"{name!r} is no name for a model; {_slug(name) or 'my-model'!r} would be one")
+        if name is not None:
+            _check_name(name)
         try:
             with self._lock():
                 installed = self._installed(source, name)
@@ -96,6 +103,54 @@ class ModelStore:
                     return self._publish(staging, fetch(spec, staging, progress), name, progress)
         except OSError as error:
             raise ModelStoreError(f"cannot add {spec}: {error}") from error
+
+    def check_new(self, name: str) -> None:
+        """Raise `ModelStoreError`, if `name` is no name for a model, or another one has it."""
+        _check_name(name)
+        self._check_free(name)
+
+    @contextlib.contextmanager
+    def workshop(self) -> Iterator[Path]:
+        """An empty hidden folder in which to make a model for `adopt`, for as long as that takes; one at a time.
+
+        Raises:
+            ModelStoreError: somebody else has it, or it cannot be made.
+        """
+        folder = self.root / _WORKSHOP
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with (self.root / f"{_WORKSHOP}.lock").open("w") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise ModelStoreError(
+                        f"another `edge models quantize` runs on {self.root}; wait for it, or stop it"
+                    ) from None
+                shutil.rmtree(folder, ignore_errors=True)  # what one that was killed has left
+                folder.mkdir()
+                try:
+                    yield folder
+                finally:
+                    shutil.rmtree(folder, ignore_errors=True)
+        except OSError as error:
+            raise ModelStoreError(f"cannot make a model in {self.root}: {error}") from error
+
+    def adopt(self, path: Path, name: str, *, source: str, license: str = "") -> Manifest:
+        """Move the finished model in `path`, a folder in `workshop()`, into the store.
+
+        Raises:
+            ModelStoreError: the name is wrong or taken, or a write failed.
+            WeightsError: it is no whole model.
+        """
+        try:
+            with self._lock(), self._staging() as staging:
+                self.check_new(name)
+                for file in path.iterdir():
+                    _fsync(file)
+                model = path.rename(staging / "model")
+                return self._publish(staging, Fetched(model, source, (name,), license), name, None)
+        except OSError as error:
+            raise ModelStoreError(f"cannot add {name}: {error}") from error
 
     def remove(self, name: str) -> None:
         """Remove `name`; an engine that has it open keeps it until it lets go.
@@ -111,6 +166,66 @@ class ModelStore:
                 _fsync(self.root)
         except OSError as error:
             raise ModelStoreError(f"cannot remove {name}: {error}") from error
+
+    def adapters(self, model: str) -> tuple[str, ...]:
+        """Names of the LoRA adapters of `model`.
+
+        Raises:
+            ModelStoreError: no such model is installed.
+        """
+        folder = self.path(model).parent / ADAPTERS_NAME
+        found = sorted(folder.iterdir()) if folder.is_dir() else []
+        return tuple(path.name for path in found if path.is_dir() and not path.name.startswith("."))
+
+    def add_adapter(self, model: str, source: Path, name: str | None = None) -> str:
+        """Copy the LoRA adapter in the folder `source`, as PEFT saves it, to `model`; returns its name.
+
+        Raises:
+            ModelStoreError: no such model is installed, the name is taken or wrong, or a write failed.
+            WeightsError: the folder holds no LoRA adapter.
+        """
+        folder = self.path(model).parent / ADAPTERS_NAME
+        name = name or slug(source.absolute().name)
+        if name != slug(name):
+            raise ModelStoreError(f"{name!r} is no name for an adapter; {slug(name) or 'my-adapter'!r} would be one")
+        _check_adapter(source)
+        try:
+            with self._lock(), self._staging() as staging:
+                if (folder / name).exists():
+                    raise ModelStoreError(
+                        f"{model} has an adapter {name!r} already; "
+                        f"`edge models rm {model} --adapter {name}` removes it, "
+                        "or choose another --name"
+                    )
+                for file in ADAPTER_FILES:
+                    shutil.copyfile(source / file, staging / file)
+                folder.mkdir(exist_ok=True)
+                (staging / "finished").mkdir()
+                for file in ADAPTER_FILES:
+                    (staging / file).rename(staging / "finished" / file)
+                _fsync(staging / "finished")
+                (staging / "finished").rename(folder / name)
+                _fsync(folder)
+        except OSError as error:
+            raise ModelStoreError(f"cannot add the adapter {source}: {error}") from error
+        return name
+
+    def remove_adapter(self, model: str, name: str) -> None:
+        """Remove an adapter of `model`; calls that use it go on.
+
+        Raises:
+            ModelStoreError: there is no such model or adapter, or it cannot be removed.
+        """
+        names = self.adapters(model)
+        if name not in names:
+            raise ModelStoreError(f"{model} has no adapter {name!r}; it has {', '.join(names) or 'none'}")
+        folder = self.path(model).parent / ADAPTERS_NAME
+        try:
+            with self._lock(), self._staging() as staging:
+                (folder / name).rename(staging / name)
+                _fsync(folder)
+        except OSError as error:
+            raise ModelStoreError(f"cannot remove the adapter {name}: {error}") from error
 
     def _scan(self) -> dict[str, Manifest | WeightsError]:
         found: dict[str, Manifest | WeightsError] = {}
@@ -146,7 +261,7 @@ class ModelStore:
         except WeightsError as error:  # it names the hidden folder, which nobody knows
             raise WeightsError(error.message.replace(str(fetched.path), fetched.source)) from error
         title = next((stem for stem in map(_title, (*fetched.stems, facts.title)) if stem), "model")
-        name = name or _slug(title) or "model"
+        name = name or slug(title) or "model"
         self._check_free(name)
         digest, size_bytes = _digest(fetched.path, progress)
         manifest = Manifest(
@@ -209,6 +324,21 @@ def _read_installed(folder: Path) -> Manifest | WeightsError:
     return manifest
 
 
+class _AdapterConfig(msgspec.Struct):
+    """What is looked at of `adapter_config.json` here; the engine looks at all of it."""
+
+    peft_type: str
+
+
+def _check_adapter(folder: Path) -> None:
+    for file in ADAPTER_FILES:
+        if not (folder / file).is_file():
+            raise WeightsError(f"{folder}: is no LoRA adapter: it has no {file}, as PEFT's save_pretrained writes it")
+    kind = read_json(folder / ADAPTER_FILES[0], _AdapterConfig).peft_type
+    if kind != "LORA":
+        raise WeightsError(f"{folder}: is an adapter of type {kind!r}; only LORA is supported")
+
+
 # -- names -------------------------------------------------------------------------------------------------
 
 _QUANTIZATION = re.compile(r"[-._](i?q\d\w*|t?q\d_\d|[bf]?f(p)?(8|16|32)|mxfp4)$", re.IGNORECASE)
@@ -221,7 +351,13 @@ def _title(stem: str) -> str:
     return "" if title.lower() in _GENERIC else title
 
 
-def _slug(text: str) -> str:
+def _check_name(name: str) -> None:
+    if name != slug(name):
+        raise ModelStoreError(f"{name!r} is no name for a model; {slug(name) or 'my-model'!r} would be one")
+
+
+def slug(text: str) -> str:
+    """`text` as the name of a model; perhaps empty."""
     return re.sub(r"[^a-z0-9._]+", "-", text.lower()).strip("-._")[:100]
 
 
@@ -245,8 +381,8 @@ def _digest(path: Path, progress: Progress | None) -> tuple[str, int]:
     return hashlib.sha256("".join(lines).encode()).hexdigest(), total
 
 
-def _fsync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

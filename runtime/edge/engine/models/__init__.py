@@ -1,40 +1,47 @@
-"""Architectures by name, and how one is built from a checkpoint."""
+"""Architectures by name, and how a model is made from a checkpoint."""
 
 from __future__ import annotations
 
 import torch
 
-from edge.engine.layers import pack
-from edge.engine.models.llama import Llama
+from edge.config import ModelOptions
+from edge.engine.kernels import Kernels
+from edge.engine.kernels.attention import make_attention
+from edge.engine.models.decoder import Decoder
+from edge.engine.models.loader import Loader
 from edge.errors import WeightsError
 from edge.weights.checkpoint import Checkpoint
 
-ARCHITECTURES = {"llama": Llama, "mistral": Llama, "qwen2": Llama}
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gemma3_text")
 
 
-def load_model(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> Llama:
-    """The model of `checkpoint` with its weights, in `dtype` on `device`.
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    options: ModelOptions,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels | None,
+) -> Decoder:
+    """The model of `checkpoint` with its weights on `device`.
+
+    Args:
+        checkpoint: the opened files.
+        options: how weights are held, and the format of the cache that the model will be called with.
+        dtype: of weights that are held as floats, and of activations too where there are no `kernels`.
+        device: where it runs.
+        kernels: native kernels, for the CPU; with them activations are float32.
 
     Raises:
-        WeightsError: the architecture is not supported, or tensors are missing, unknown or of the wrong shape.
+        WeightsError: the architecture is not supported, or tensors are missing, unknown, of the wrong shape or not
+            finite.
     """
-    build = ARCHITECTURES.get(checkpoint.architecture)
-    if build is None:
+    if checkpoint.architecture not in ARCHITECTURES:
         raise WeightsError(
             f"models of architecture {checkpoint.architecture!r} are not supported "
             f"(supported: {', '.join(ARCHITECTURES)})"
         )
-    model = build(checkpoint.config(), dtype=dtype, device=device)
-    missing = model.destinations()
-    for name, tensor in checkpoint.tensors():
-        place = missing.pop(name, None)
-        if place is None:
-            raise WeightsError(f"tensor {name} occurs twice or is one that the model's config has no place for")
-        if place.shape != tensor.shape:
-            raise WeightsError(f"tensor {name} has the shape {tuple(tensor.shape)}, not {tuple(place.shape)}")
-        place.copy_(tensor)
-    if missing:
-        raise WeightsError(f"{len(missing)} tensors are missing, for example {min(missing)}")
-    if device.type == "cpu" and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        pack(model)
-    return model
+    config = checkpoint.config()
+    loader = Loader(checkpoint, config, options=options, dtype=dtype, device=device, kernels=kernels)
+    attention = make_attention(config.num_heads, config.num_kv_heads, config.head_dim, options.kv, kernels)
+    return Decoder(config, loader, attention, device)

@@ -1,0 +1,171 @@
+"""What HTTP does not show: sizes of the KV formats, and how far formats move a model's predictions.
+
+Uses the engine's own parts in this process.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import torch
+
+from bench.report import Row, Target, measured, missing
+from edge.config import ModelOptions
+from edge.engine import kernels as native
+from edge.engine.fidelity import PAGE_SIZE, Subject, compare, make_cache
+from edge.engine.kernels import Kernels, KernelsUnavailable
+from edge.engine.kv_cache import Int4Options, KvCache
+from edge.engine.models.decoder import Decoder
+from edge.engine.process import num_cores
+from edge.engine.runner import load
+from edge.engine.tokenizer import Tokenizer
+from edge.weights.checkpoint import open_checkpoint
+from edge.weights.conversion import CALIBRATION_TEXT, HELDOUT_TEXT, Job, Recipe, Report, Result
+
+MAX_TEXT_TOKENS = 2048
+QUANTIZE_TIMEOUT_S = 3600.0
+RECIPES = {"int8": Recipe(bits=8, group=0), "int4": Recipe(bits=4, group=32)}
+
+INT4_VARIANTS = {
+    "": Int4Options(),
+    ", no rotation": Int4Options(rotate_keys=False),
+    ", keys and values rotated": Int4Options(rotate_values=True),
+    ", without sink and window": Int4Options(sink_pages=0, window_pages=0),
+    ", plain rounding": Int4Options(rotate_keys=False, sink_pages=0, window_pages=0),
+}
+"""What distinguishes them from the default, and the options."""
+
+
+def kv_sizes(file: Path, num_tokens: int) -> dict[str, float]:
+    """Bytes that a sequence of `num_tokens` takes in each KV format, everything included."""
+    config = open_checkpoint(file).config()
+    return {
+        kv: KvCache(
+            kv,
+            num_layers=config.num_layers,
+            num_pages=-(-num_tokens // PAGE_SIZE),
+            page_size=PAGE_SIZE,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            device=torch.device("cpu"),
+        ).size_bytes(num_tokens)
+        for kv in ("bfloat16", "int8", "int4")
+    }
+
+
+def kv_fidelity(name: str, file: Path) -> list[Row]:
+    """The KV formats against bfloat16 KV, with the model's weights as they are served."""
+    metric = f"KL to bfloat16 KV, mean, {name}"
+    if not file.exists():
+        return [missing(f"{metric}, {kv}", "nats", _not_installed(file)) for kv in ("int8", "int4")]
+    model, texts = _model(file, ModelOptions()), _texts(file)
+    num_tokens = max(map(len, texts))
+    reference = Subject(model, make_cache(model, num_tokens, "bfloat16", torch.device("cpu")))
+    rows = []
+    # float32 shows what of the divergence is only that activations are rounded to other codes.
+    for kv, target in (("float32", None), ("int8", Target("<=", 2e-3))):
+        candidate = Subject(model, make_cache(model, num_tokens, kv, torch.device("cpu")))
+        rows.append(_kl_row(f"{metric}, {kv}", compare(reference, candidate, texts), target))
+    for variant, options in INT4_VARIANTS.items():
+        int4 = Subject(model, _int4_cache(model, num_tokens, options))
+        rows.append(_kl_row(f"{metric}, int4{variant}", compare(reference, int4, texts), None))
+    return rows
+
+
+def weight_fidelity(name: str, file: Path) -> list[Row]:
+    """Weights as they are served, and those of the quantizer, against the file's own values in float32."""
+    if not file.exists():
+        return [missing(f"{name}: {kind} weights", "", _not_installed(file)) for kind in RECIPES]
+    texts = _texts(file)
+    num_tokens = max(map(len, texts))
+    reference, served = (
+        Subject(model, make_cache(model, num_tokens, "float32", torch.device("cpu")))
+        for model in (_model(file, ModelOptions(weights=weights)) for weights in ("float32", "auto"))
+    )
+    metric = f"{name}: mean KL of the file's own weights on our kernels"
+    rows = [_kl_row(metric, compare(reference, served, texts), Target("<=", 2e-3))]
+    for kind, recipe in RECIPES.items():
+        report = _quantize(file, recipe)
+        if isinstance(report, str):
+            rows.append(missing(f"{name}: {kind} weights of the quantizer", "", report))
+        elif kind == "int8":
+            rows.append(_kl_row(f"{name}: mean KL of int8 weights, by row", report, Target("<=", 2e-3)))
+        else:
+            metric = f"{name}: top-1 agreement of int4 weights, groups of {recipe.group}"
+            rows.append(measured(metric, 100 * report.top1, "%", target=Target(">=", 95, "%"), note=_note(report)))
+    return rows
+
+
+def _quantize(file: Path, recipe: Recipe) -> Report | str:
+    """What the quantizer reports of a conversion whose result is thrown away, or why there is none."""
+    with tempfile.TemporaryDirectory(prefix="bench-quantize-") as folder:
+        (Path(folder) / "model").mkdir()
+        job = Job(
+            source=str(file),
+            folder=f"{folder}/model",
+            recipe=recipe,
+            calibration=str(CALIBRATION_TEXT),
+            heldout=str(HELDOUT_TEXT),
+            cache_dir=f"{folder}/kernels",
+        )
+        command = [sys.executable, "-m", "edge.engine.quantize", msgspec.json.encode(job).decode()]
+        done = subprocess.run(command, capture_output=True, check=False, timeout=QUANTIZE_TIMEOUT_S)
+    if done.returncode != 0:
+        return f"the quantizer failed: {done.stderr.decode(errors='replace').strip()[-300:]}"
+    return msgspec.json.decode(done.stdout, type=Result).report
+
+
+def _kl_row(metric: str, report: Report, target: Target | None) -> Row:
+    return measured(metric, report.mean_kl, "nats", target=target, note=_note(report))
+
+
+def _note(report: Report) -> str:
+    return (
+        f"{report.num_tokens} tokens; mean KL {report.mean_kl:.3g}, 99.9% {report.kl_999:.3g}, "
+        f"top-1 {100 * report.top1:.1f}%, perplexity {report.perplexity_reference:.3f} to {report.perplexity:.3f}"
+    )
+
+
+def _not_installed(file: Path) -> str:
+    return f"{file.parent.name} is not installed: there is no {file}"
+
+
+@cache
+def _kernels() -> Kernels | None:
+    try:
+        with tempfile.TemporaryDirectory() as folder:  # it may go once the library is loaded
+            kernels = native.load(Path(folder))
+    except KernelsUnavailable:
+        return None
+    kernels.num_threads = num_cores()
+    return kernels
+
+
+def _model(file: Path, options: ModelOptions) -> Decoder:
+    return load(open_checkpoint(file), options=options, device=torch.device("cpu"), kernels=_kernels())
+
+
+def _texts(file: Path) -> list[list[int]]:
+    """The tokens of the text that models are judged by, as one piece: KV formats matter most in long texts."""
+    return [
+        Tokenizer(open_checkpoint(file).tokenizer_files()).encode(HELDOUT_TEXT.read_text(), 1 << 20)[:MAX_TEXT_TOKENS]
+    ]
+
+
+def _int4_cache(model: Decoder, num_tokens: int, options: Int4Options) -> KvCache:
+    config = model.config
+    return KvCache(
+        "int4",
+        num_layers=config.num_layers,
+        num_pages=-(-num_tokens // PAGE_SIZE),
+        page_size=PAGE_SIZE,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        device=torch.device("cpu"),
+        int4=options,
+    )

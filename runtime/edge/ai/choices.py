@@ -1,0 +1,78 @@
+"""The choices of one call: as many generations of the same prompt, each with a usage record of its own.
+
+The first one computes the prompt; the others start when that is done, so that they find it in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from msgspec.structs import replace
+
+from edge.ai.catalogue import Model
+from edge.ai.gate import Event, Gate, Principal
+from edge.ai.schemas import TextGeneration
+from edge.frames import Delta, Done
+
+ChoiceEvent = tuple[int, Event]
+"""An event and the index of the choice that it belongs to."""
+
+_SEED_BITS = 64
+
+
+async def run_choices(
+    gate: Gate, principal: Principal, model: Model, request: TextGeneration
+) -> AsyncGenerator[ChoiceEvent, None]:
+    """The events of all choices of `request`, as they come. Closing the generator cancels all of them.
+
+    Raises:
+        EdgeError: one of them was refused or failed; the others are cancelled.
+    """
+    if request.num_choices == 1:
+        async with aclosing(gate.run(principal, model, request)) as only:
+            async for event in only:
+                yield 0, event
+        return
+    runs = [gate.run(principal, model, _variant(request, index)) for index in range(request.num_choices)]
+    waiting = {_next(runs[0]): 0}
+    others_run = False
+    try:
+        while waiting:
+            arrived, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(arrived, key=waiting.__getitem__):
+                index, following = waiting.pop(task), task.result()
+                if following is None:
+                    continue
+                if not others_run and _is_prompt_computed(following):
+                    waiting |= {_next(run): i for i, run in enumerate(runs) if i > 0}
+                    others_run = True
+                waiting[_next(runs[index])] = index
+                yield index, following
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for run in runs:
+            await run.aclose()
+
+
+def _variant(request: TextGeneration, index: int) -> TextGeneration:
+    """`request` for the choice `index`: a seed must not make all of them the same."""
+    seed = request.sampling.seed
+    if seed is None or index == 0:
+        return request
+    seed = (seed + index + (1 << _SEED_BITS - 1)) % (1 << _SEED_BITS) - (1 << _SEED_BITS - 1)
+    return replace(request, sampling=replace(request.sampling, seed=seed))
+
+
+def _next(events: AsyncGenerator[Event, None]) -> asyncio.Task[Event | None]:
+    async def event() -> Event | None:
+        return await anext(events, None)
+
+    return asyncio.create_task(event())
+
+
+def _is_prompt_computed(event: Event) -> bool:
+    return isinstance(event, Delta | Done) and (isinstance(event, Done) or event.usage.output_tokens > 0)

@@ -1,0 +1,122 @@
+"""The native CPU kernels: C++ beside this file, compiled once per machine, kept on disk, called through ctypes.
+
+The sources have a plain C interface and include no header of torch, so that they build in seconds and one object
+file serves every version of it. Each kernel stands beside a torch function of the same meaning, which is its oracle
+in the tests and what runs where there is no compiler.
+
+This module knows how to build and load; the wrappers beside it know the kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from edge.engine.kernels.memory import Arena
+
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fopenmp",
+    "-pthread",
+    "-fPIC",
+    "-shared",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
+"""No -ffast-math: the order of every sum is part of what a kernel promises."""
+COMPILE_TIMEOUT_S = 300.0
+
+
+class KernelsUnavailable(Exception):
+    """The kernels cannot be built or loaded here, and why; everything works without them, more slowly."""
+
+
+class Kernels:
+    """The loaded library, twice: with and without letting go of Python's lock during a call."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_threads = 1
+        """How many threads a kernel may use; the engine sets it once, before the first call."""
+        self.arena = Arena()
+        """Where packed weights are."""
+        self.long = ctypes.CDLL(str(path))
+        """For calls that take longer than a few microseconds: other threads run meanwhile."""
+        self.short = ctypes.PyDLL(str(path))
+        """For the shortest calls, where handing the lock over costs more than the call."""
+
+
+def sources() -> list[Path]:
+    """The C++ files, in a fixed order."""
+    return sorted(Path(__file__).parent.glob("*.cpp"))
+
+
+def compiler() -> str | None:
+    """The C++ compiler that is used: `CXX`, or the first of `COMPILERS` on the path."""
+    named = os.environ.get("CXX")
+    return next((found for name in ([named] if named else COMPILERS) if (found := shutil.which(name))), None)
+
+
+def load(cache_dir: Path) -> Kernels:
+    """The kernels, compiled into `cache_dir` unless they are there for these sources, flags, compiler and processor.
+
+    Raises:
+        KernelsUnavailable: there is no compiler, it fails, or its result cannot be loaded.
+    """
+    found = compiler()
+    if found is None:
+        raise KernelsUnavailable("no C++ compiler was found; install one (on Debian: apt install g++)")
+    try:
+        path = cache_dir / f"kernels-{_key(found)}.so"
+        if not path.exists():
+            _build(found, path)
+        return Kernels(path)
+    except OSError as error:
+        raise KernelsUnavailable(str(error)) from error
+
+
+def _key(found: str) -> str:
+    """What the object file depends on: another processor or compiler must not get this one's code."""
+    key = hashlib.sha256()
+    version = subprocess.run([found, "--version"], capture_output=True, check=False, timeout=COMPILE_TIMEOUT_S).stdout
+    for part in (version, " ".join(FLAGS).encode(), _processor().encode()):
+        key.update(len(part).to_bytes(8, "little") + part)
+    for source in [*sources(), *sorted(Path(__file__).parent.glob("*.h"))]:
+        key.update(source.name.encode() + source.read_bytes())
+    return key.hexdigest()[:16]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+def _build(found: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / "build.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two engines that start at once build it once
+        if path.exists():
+            return
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            built = Path(folder) / path.name
+            command = [found, *FLAGS, *map(str, sources()), "-o", str(built)]
+            try:
+                result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                raise KernelsUnavailable(f"{found} did not finish within {COMPILE_TIMEOUT_S:g} s") from None
+            if result.returncode != 0:
+                raise KernelsUnavailable(f"{found} failed: {result.stderr.strip()[-2000:]}")
+            built.rename(path)

@@ -1,0 +1,236 @@
+"""LoRA adapters at run time: loaded on demand, and many of them mixed in one batch.
+
+The model computes a step for all rows; after each linear, the rows that have an adapter get its update added. On the
+CPU one native call does that for all of them; elsewhere, and as its oracle, there is one pair of products for each.
+
+Letters: T rows of the step, R rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from edge.engine.kernels import Kernels
+from edge.errors import InvalidInput, WeightsError
+from edge.weights.adapter import LowRank, read_adapter
+from edge.weights.checkpoint import ModelConfig
+from edge.weights.folder import INPUTS, OUTPUTS
+
+MAX_LOADED = 64
+"""Adapters of a model that are kept in memory; the one not used for the longest time goes first."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_LINEARS = {
+    "qkv": ("attention.q", "attention.k", "attention.v"),
+    "o": ("attention.o",),
+    "gate_up": ("mlp.gate", "mlp.up"),
+    "down": ("mlp.down",),
+}
+"""The model's linears, and what checkpoints call the parts of their outputs, in order."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An adapter's update of the outputs `column` to `column + num_out` of a linear."""
+
+    down: Tensor
+    """(R, in)."""
+    up: Tensor
+    """(R, out)."""
+
+
+class Adapter:
+    """An adapter that fits a model."""
+
+    def __init__(self, name: str, matrices: dict[str, LowRank], config: ModelConfig, device: torch.device) -> None:
+        """Check `matrices` against the model's `config`.
+
+        Raises:
+            WeightsError: the adapter was made for a model of another shape.
+        """
+        self.name = name
+        shapes = _shapes(config)
+        for key, pair in matrices.items():
+            _, layer, part = key.split(".", 2)
+            if int(layer) >= config.num_layers or (pair.down.shape[1], pair.up.shape[0]) != shapes[part]:
+                raise WeightsError(f"adapter {name!r} was made for another model: its {key} does not fit this one")
+        self._parts = {
+            key: _Part(pair.down.to(device).contiguous(), pair.up.t().to(device).contiguous())
+            for key, pair in matrices.items()
+        }
+
+    def part(self, layer: int, part: str) -> _Part | None:
+        """What is added to `part`, such as `attention.q`, of `layer`; None: nothing."""
+        return self._parts.get(f"layers.{layer}.{part}")
+
+
+class AdapterStore:
+    """The adapters of one model: a folder each, read when first asked for. For several threads."""
+
+    def __init__(
+        self, folder: Path, config: ModelConfig, device: torch.device, factors: dict[str, Tensor] | None = None
+    ) -> None:
+        """The adapters in `folder`, for a model whose channels are scaled by `factors` (see `Checkpoint.factors`)."""
+        self._folder = folder
+        self._config = config
+        self._device = device
+        self._factors = factors or {}
+        self._loaded: OrderedDict[str, Adapter] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, name: str) -> Adapter:
+        """The adapter `name`.
+
+        Raises:
+            InvalidInput: there is none, or it cannot be used; the message says why.
+        """
+        with self._lock:
+            if name in self._loaded:
+                self._loaded.move_to_end(name)
+                return self._loaded[name]
+            self._loaded[name] = adapter = self._load(name)
+            if len(self._loaded) > MAX_LOADED:
+                self._loaded.popitem(last=False)  # calls that use it still hold it
+            return adapter
+
+    def _load(self, name: str) -> Adapter:
+        if not _NAME.fullmatch(name) or not (self._folder / name).is_dir():
+            known = sorted(path.name for path in self._folder.iterdir()) if self._folder.is_dir() else []
+            raise InvalidInput(
+                f"this model has no adapter {name[:80]!r}"
+                + (f"; it has {', '.join(known[:20])}" if known else "; `edge models adapt MODEL FOLDER` adds one"),
+                param="lora",
+            )
+        try:
+            matrices = read_adapter(self._folder / name)
+            return Adapter(name, _scaled(matrices, self._factors), self._config, self._device)
+        except WeightsError as error:
+            raise InvalidInput(error.message, param="lora") from error
+
+
+def _scaled(matrices: dict[str, LowRank], factors: dict[str, Tensor]) -> dict[str, LowRank]:
+    """`matrices`, made for the model as it was trained, for one whose channels are scaled."""
+    scaled = {}
+    for name, pair in matrices.items():
+        inputs, outputs = factors.get(name + INPUTS), factors.get(name + OUTPUTS)
+        down = pair.down if inputs is None or inputs.shape != pair.down.shape[1:] else pair.down * inputs
+        up = pair.up if outputs is None or outputs.shape != pair.up.shape[:1] else pair.up / outputs[:, None]
+        scaled[name] = LowRank(down, up)
+    return scaled
+
+
+class StepAdapters:
+    """Which rows of a step use which adapter."""
+
+    def __init__(self, table: AdapterTable, rows: Tensor, which: Tensor) -> None:
+        """Rows `rows` (n,) int32 of the step use the adapters with the numbers `which` (n,) int32 in `table`."""
+        self._table = table
+        self._rows = rows
+        self._which = which
+
+    def add(self, linear: str, layer: int, x: Tensor, out: Tensor, prepare: Callable[[Tensor], Tensor]) -> None:
+        """Add to `out` (T, outputs) of `linear`, whose input was `prepare(x)`."""
+        if self._table.touches(layer, linear):
+            inputs = prepare(x[self._rows]).float().contiguous()
+            self._table.apply(linear, layer, inputs, out, self._rows, self._which)
+
+
+class AdapterTable:
+    """The adapters of a step by number; the same object serves all steps with the same ones."""
+
+    def __init__(self, adapters: tuple[Adapter, ...], config: ModelConfig, kernels: Kernels | None) -> None:
+        self.adapters = adapters
+        self._widths = {part: shape[1] for part, shape in _shapes(config).items()}
+        self._kernels = kernels
+        self._pointers: dict[tuple[int, str], _Pointers] = {}
+        self._touched: dict[tuple[int, str], bool] = {}
+
+    def touches(self, layer: int, linear: str) -> bool:
+        """Whether any of the adapters changes `linear` of `layer`."""
+        key = (layer, linear)
+        if key not in self._touched:
+            self._touched[key] = any(a.part(layer, part) for a in self.adapters for part in _LINEARS[linear])
+        return self._touched[key]
+
+    def apply(self, linear: str, layer: int, x: Tensor, out: Tensor, rows: Tensor, which: Tensor) -> None:
+        """Add the updates of x (n, inputs) float32 to the rows `rows` of `out`."""
+        column = 0
+        for part in _LINEARS[linear]:
+            if self._kernels is not None and out.dtype == torch.float32 and out.device.type == "cpu":
+                self._apply_native(self._kernels, layer, part, x, out, rows, which, column)
+            else:
+                self._apply_torch(layer, part, x, out, rows, which, column)
+            column += self._widths[part]
+
+    def _apply_torch(
+        self, layer: int, part: str, x: Tensor, out: Tensor, rows: Tensor, which: Tensor, column: int
+    ) -> None:
+        for number, adapter in enumerate(self.adapters):
+            if matrices := adapter.part(layer, part):
+                mine = (which == number).nonzero().squeeze(1)
+                update = x[mine] @ matrices.down.t() @ matrices.up  # (n, out)
+                out[rows[mine].long(), column : column + self._widths[part]] += update.to(out.dtype)
+
+    def _apply_native(
+        self,
+        kernels: Kernels,
+        layer: int,
+        part: str,
+        x: Tensor,
+        out: Tensor,
+        rows: Tensor,
+        which: Tensor,
+        column: int,
+    ) -> None:
+        pointers = self._pointers.get((layer, part))
+        if pointers is None:
+            pointers = self._pointers[layer, part] = _Pointers([a.part(layer, part) for a in self.adapters])
+        kernels.long.edge_lora(
+            ctypes.c_void_p(x.data_ptr()),
+            ctypes.c_void_p(rows.data_ptr()),
+            ctypes.c_void_p(which.data_ptr()),
+            x.shape[0],
+            x.shape[1],
+            pointers.down,
+            pointers.up,
+            pointers.ranks,
+            ctypes.c_void_p(out.data_ptr()),
+            ctypes.c_int64(out.stride(0)),
+            column,
+            self._widths[part],
+            kernels.num_threads,
+        )
+
+
+class _Pointers:
+    """The adapters' matrices for one part as the kernel takes them."""
+
+    def __init__(self, parts: list[_Part | None]) -> None:
+        count = len(parts)
+        self.down = (ctypes.c_void_p * count)(*(part.down.data_ptr() if part else None for part in parts))
+        self.up = (ctypes.c_void_p * count)(*(part.up.data_ptr() if part else None for part in parts))
+        self.ranks = (ctypes.c_int32 * count)(*(part.down.shape[0] if part else 0 for part in parts))
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of what can be adapted."""
+    C, I = config.hidden_size, config.intermediate_size  # noqa: E741 - the letter of the models
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {
+        "attention.q": (C, heads),
+        "attention.k": (C, kv_heads),
+        "attention.v": (C, kv_heads),
+        "attention.o": (heads, C),
+        "mlp.gate": (C, I),
+        "mlp.up": (C, I),
+        "mlp.down": (I, C),
+    }

@@ -1,0 +1,36 @@
+"""How many prompt tokens go beside the others' next tokens."""
+
+from __future__ import annotations
+
+from edge.engine.pace import MIN_SHARE, MIN_TOKENS, Pace
+
+
+def learned(decode_us: int = 10_000, prompt_token_us: int = 100) -> Pace:
+    pace = Pace(512)
+    for _ in range(50):
+        pace.observe(8, 0, decode_us)
+        pace.observe(0, 512, 512 * prompt_token_us)
+    return pace
+
+
+def test_a_lone_prompt_takes_a_fixed_share_of_the_step() -> None:
+    assert learned().prompt_tokens(8, 1) == int(MIN_SHARE * 10_000 / 100)
+
+
+def test_many_prompts_behind_few_decoders_take_more() -> None:
+    assert learned().prompt_tokens(8, 16) == 200
+    assert learned().prompt_tokens(1, 31) == 512
+
+
+def test_there_is_always_some_progress_and_never_more_than_a_step() -> None:
+    assert learned(decode_us=100).prompt_tokens(8, 1) == MIN_TOKENS
+    assert learned(decode_us=10**9).prompt_tokens(8, 1) == 512
+
+
+def test_mixed_steps_teach_what_a_prompt_token_costs() -> None:
+    pace = Pace(512)
+    assert pace.prompt_tokens(8, 1) == 128
+    for _ in range(100):
+        pace.observe(8, 0, 10_000)
+        pace.observe(8, 50, 20_000)
+    assert pace.prompt_tokens(8, 1) == int(MIN_SHARE * 10_000 / 200)
