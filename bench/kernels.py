@@ -133,8 +133,8 @@ def _time_us(calls: Sequence[Callable[[], Tensor]]) -> float:
 
 def _read_rate() -> float:
     """Bytes per second that all threads together read from memory."""
-    data = torch.ones(1 << 26, dtype=torch.int32)
-    return data.nbytes / (_time_us([data.max]) / 1e6)
+    data = torch.ones(1 << 26)
+    return data.nbytes / (_time_us([data.sum]) / 1e6)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,9 @@ class AiConfig(msgspec.Struct, frozen=True):
     binding: _Identifier = "AI"
     models: dict[str, str] = {}
     """Stand-ins: catalogue id to the name of an installed model."""
+    share_prefixes: bool = False
+    """Whether the account's prompts may share cached beginnings with those of other accounts that say so too. How fast
+    an answer begins then tells one such account what another has sent."""
 
 
 class LimitsConfig(msgspec.Struct, frozen=True):

@@ -52,6 +52,15 @@ async def test_the_pool_gets_the_installed_model_and_every_field() -> None:
     assert pool.requests[-1].tools == [{"type": "function", "function": function}]
 
 
+async def test_accounts_share_cached_prompts_only_if_they_say_so() -> None:
+    pool, meter = ScriptedPool(*answer("a")), ListMeter()
+    catalogue = make_gate(pool).catalogue
+    for sharing in (frozenset({"other"}), frozenset({"other", PRINCIPAL.account})):
+        await run(Gate(pool, catalogue, meter, sharing=sharing))
+    assert [sent.account for sent in pool.requests] == [PRINCIPAL.account, ""]
+    assert [record.account for record in meter.records] == [PRINCIPAL.account] * 2
+
+
 async def test_the_record_is_durable_before_the_last_event_is_seen() -> None:
     meter = ListMeter()
     meter.may_write.clear()

@@ -44,8 +44,12 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True):
 class Gate:
     """Runs model calls on `pool` and has each recorded by `meter`."""
 
-    def __init__(self, pool: Pool, catalogue: Catalogue, meter: Meter) -> None:
+    def __init__(
+        self, pool: Pool, catalogue: Catalogue, meter: Meter, *, sharing: frozenset[str] = frozenset()
+    ) -> None:
+        """`sharing` are the accounts that let each other's prompts be found in the KV cache."""
         self.catalogue = catalogue
+        self._sharing = sharing
         self._pool = pool
         self._meter = meter
         self._endings: set[asyncio.Task[None]] = set()
@@ -61,7 +65,9 @@ class Gate:
             EdgeError: as the pool refused or lost the call.
         """
         call = _Call(principal, model, self.catalogue.prices.id)
-        events = self._pool.generate(_generate(principal, model, request), call.use)
+        # No account has an empty name.
+        cache_of = "" if principal.account in self._sharing else principal.account
+        events = self._pool.generate(_generate(cache_of, model, request), call.use)
         is_recorded = False
         self._num_running += 1
         self._idle.clear()
@@ -167,7 +173,7 @@ class _Call:
         )
 
 
-def _generate(principal: Principal, model: Model, request: TextGeneration) -> Generate:
+def _generate(cache_of: str, model: Model, request: TextGeneration) -> Generate:
     return Generate(
         id=0,  # the pool mints its own
         model=model.manifest.name,
@@ -178,7 +184,7 @@ def _generate(principal: Principal, model: Model, request: TextGeneration) -> Ge
         max_tokens=request.max_tokens,
         stop=request.stop,
         credit=_CREDIT_DELTAS,
-        account=principal.account,
+        account=cache_of,
         json_schema=request.json_schema,
         adapter=request.adapter,
         tools=request.tools,

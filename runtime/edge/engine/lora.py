@@ -23,7 +23,6 @@ from edge.engine.kernels import Kernels
 from edge.errors import InvalidInput, WeightsError
 from edge.weights.adapter import LowRank, read_adapter
 from edge.weights.checkpoint import ModelConfig
-from edge.weights.folder import INPUTS, OUTPUTS
 
 MAX_LOADED = 64
 """Adapters of a model that are kept in memory; the one not used for the longest time goes first."""
@@ -76,14 +75,10 @@ class Adapter:
 class AdapterStore:
     """The adapters of one model: a folder each, read when first asked for. For several threads."""
 
-    def __init__(
-        self, folder: Path, config: ModelConfig, device: torch.device, factors: dict[str, Tensor] | None = None
-    ) -> None:
-        """The adapters in `folder`, for a model whose channels are scaled by `factors` (see `Checkpoint.factors`)."""
+    def __init__(self, folder: Path, config: ModelConfig, device: torch.device) -> None:
         self._folder = folder
         self._config = config
         self._device = device
-        self._factors = factors or {}
         self._loaded: OrderedDict[str, Adapter] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -111,21 +106,9 @@ class AdapterStore:
                 param="lora",
             )
         try:
-            matrices = read_adapter(self._folder / name)
-            return Adapter(name, _scaled(matrices, self._factors), self._config, self._device)
+            return Adapter(name, read_adapter(self._folder / name), self._config, self._device)
         except WeightsError as error:
             raise InvalidInput(error.message, param="lora") from error
-
-
-def _scaled(matrices: dict[str, LowRank], factors: dict[str, Tensor]) -> dict[str, LowRank]:
-    """`matrices`, made for the model as it was trained, for one whose channels are scaled."""
-    scaled = {}
-    for name, pair in matrices.items():
-        inputs, outputs = factors.get(name + INPUTS), factors.get(name + OUTPUTS)
-        down = pair.down if inputs is None or inputs.shape != pair.down.shape[1:] else pair.down * inputs
-        up = pair.up if outputs is None or outputs.shape != pair.up.shape[:1] else pair.up / outputs[:, None]
-        scaled[name] = LowRank(down, up)
-    return scaled
 
 
 class StepAdapters:

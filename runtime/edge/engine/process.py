@@ -280,7 +280,7 @@ def _load(request: LoadModel, config: EngineConfig, kernels: Kernels | None) -> 
             f"{path}: the tokenizer has {tokenizer.num_tokens} tokens but the model only {shape.vocab_size}; "
             "they do not belong together"
         )
-    adapters = AdapterStore(path.parent / ADAPTERS_NAME, shape, device, checkpoint.factors())
+    adapters = AdapterStore(path.parent / ADAPTERS_NAME, shape, device)
     model = LoadedModel(request.model, running, tokenizer, adapters, options, config)
     loaded = ModelLoaded(
         model=request.model,

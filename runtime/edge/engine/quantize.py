@@ -1,10 +1,12 @@
 """`python -m edge.engine.quantize JOB`: a model's matrices as 8- or 4-bit codes, and how good they are.
 
-The input channels of a linear differ in size by orders of magnitude, and the weights of large ones deserve finer
-steps. So each channel of the weights is multiplied by a factor before rounding, and the same factor is divided out
-where the channel comes from: in the norm before, in the rows of `v` or in those of `up`, at no cost when the model
-runs. Factors are a power of the channel's mean size on a calibration text, and the power that disturbs the outputs
-least is searched for, linear by linear (AWQ, https://arxiv.org/abs/2306.00978).
+What a weight's rounding error does to the output depends on its input. So inputs are recorded while a calibration
+text goes through the model, and errors count as much as the mean square of their channel. The scale and minimum of
+each group are searched for with that (activation-aware, as https://arxiv.org/abs/2306.00978), and columns are rounded
+one after the other, the later ones making up for the errors of the earlier (https://arxiv.org/abs/2210.17323).
+
+What those papers do besides was measured here and left out, since it did not make the result better: factors for
+whole channels, which would also have to be divided out of whatever the channels come from.
 
 Then the model is loaded as an engine would load it, and compared with the source on a text that took no part.
 
@@ -37,21 +39,22 @@ from edge.engine.scheduler import Chunk, Sequence
 from edge.engine.step import build_step
 from edge.engine.tokenizer import Tokenizer
 from edge.errors import EdgeError, WeightsError
-from edge.weights.checkpoint import Checkpoint, ModelConfig, open_checkpoint
+from edge.weights.checkpoint import Checkpoint, open_checkpoint
 from edge.weights.conversion import REPORT_FILE, Job, Recipe, Result
-from edge.weights.folder import INPUTS, OUTPUTS, Quantization, read_text
-from edge.weights.quantized import GROUPS, Quantized, quantize
+from edge.weights.folder import Quantization, read_text
+from edge.weights.quantized import GROUPS, Quantized, from_codes, quantize
 from edge.weights.quantized_checkpoint import save_quantized
 
 PIECE_TOKENS = 1024
 """Texts are cut into pieces of so many tokens, each read from its own start."""
 MIN_TEXT_TOKENS = 256
 MAX_TEXT_BYTES = 1 << 20
-MAX_SAMPLES = 512
-"""Tokens whose activations are kept for the search; means are over all of them."""
-MAX_SEARCH_ROWS = 256
-"""Outputs of a linear that the search looks at, evenly spread."""
-POWERS = tuple(i / 10 for i in range(11))
+MAX_SAMPLES = 2048
+"""Tokens whose activations are kept, evenly spread over the text."""
+DIAGONAL_SHARE = 0.3
+"""How much of the correlation between channels is not believed, because a short text shows some by chance."""
+BLOCK = 64
+"""Columns after which errors are handed on to all later ones at once."""
 STEP_TOKENS = 256
 
 _MATRICES = {
@@ -72,25 +75,18 @@ class Inputs:
     def __init__(self, keep_every: int) -> None:
         self._keep_every = keep_every
         self._samples: list[Tensor] = []
-        self._sizes: list[Tensor] = []
         self._num_tokens = 0
 
     def add(self, x: Tensor) -> None:
         """Add x (T, K)."""
         offset = -self._num_tokens % self._keep_every
         self._num_tokens += len(x)
-        self._samples.append(x[offset :: self._keep_every].float().clone())
-        self._sizes.append(x.float().abs().sum(0))
+        self._samples.append(x[offset :: self._keep_every].bfloat16())
 
-    @property
-    def samples(self) -> Tensor:
-        """(S, K) float32, some tokens' inputs."""
-        return torch.cat(self._samples)
-
-    @property
-    def mean_sizes(self) -> Tensor:
-        """(K,), mean absolute value of each channel."""
-        return torch.stack(self._sizes).sum(0) / self._num_tokens
+    def moments(self) -> Tensor:
+        """(K, K) float32, mean products of the channels with each other."""
+        samples = torch.cat(self._samples).float()  # (S, K)
+        return samples.T @ samples / len(samples)
 
 
 class _Recorder:
@@ -153,25 +149,24 @@ def quantize_tensors(
         inputs: from `record_inputs` on the source's model; not looked at without `recipe.search`.
         progress: called with the number of layers done, and of all.
     """
-    config = checkpoint.config()
-    outside = [name for name in checkpoint.names() if not name.startswith("layers.")]
-    for name in outside:
-        yield name, _embedding(checkpoint, name, recipe) if name in _EMBEDDINGS else checkpoint.tensor(name)
-    for i in range(config.num_layers):
-        prefix = f"layers.{i}."
-        names = [name for name in checkpoint.names() if name.startswith(prefix)]
-        tensors = {name.removeprefix(prefix): checkpoint.tensor(name).float() for name in names}
-        importances = _scale(tensors, config, recipe, inputs[i]) if recipe.search else {}
-        for name, tensor in tensors.items():
-            stem = name.removesuffix(".weight")
-            if tensor.dim() == 2:
-                yield prefix + name, _rounded(tensor, recipe, recipe.bits, importances.get(stem))
-            else:
-                yield prefix + name, tensor
-        progress(i + 1, config.num_layers)
+    num_layers = checkpoint.config().num_layers
+    matrices = {
+        f"layers.{i}.{name}.weight" for i in range(num_layers) for names in _MATRICES.values() for name in names
+    }
+    for name in checkpoint.names():
+        if name in EMBEDDINGS:
+            yield name, _embedding(checkpoint, name, recipe)
+        elif name not in matrices:
+            yield name, checkpoint.tensor(name)
+    for i in range(num_layers):
+        for linear, names in _MATRICES.items():
+            errors = _Errors(inputs[i].pop(linear).moments()) if recipe.search else None
+            for name in (f"layers.{i}.{name}.weight" for name in names):
+                yield name, _rounded(checkpoint.tensor(name).float(), recipe, recipe.bits, errors)
+        progress(i + 1, num_layers)
 
 
-_EMBEDDINGS = ("embed.weight", "head.weight")
+EMBEDDINGS = ("embed.weight", "head.weight")
 
 
 def _embedding(checkpoint: Checkpoint, name: str, recipe: Recipe) -> Quantized:
@@ -180,9 +175,11 @@ def _embedding(checkpoint: Checkpoint, name: str, recipe: Recipe) -> Quantized:
     return stored if stored is not None else _rounded(checkpoint.tensor(name), recipe, 8, None)
 
 
-def _rounded(weight: Tensor, recipe: Recipe, bits: int, importance: Tensor | None) -> Quantized:
+def _rounded(weight: Tensor, recipe: Recipe, bits: int, errors: _Errors | None) -> Quantized:
     group = _group(weight.shape[1], recipe)
-    return quantize(weight, bits=bits, group=group, symmetric=recipe.symmetric, importance=importance)
+    importance = None if errors is None else errors.importance
+    nearest = quantize(weight, bits=bits, group=group, symmetric=recipe.symmetric, importance=importance)
+    return nearest if errors is None else errors.hand_on(weight, nearest)
 
 
 def _group(num_columns: int, recipe: Recipe) -> int:
@@ -191,67 +188,40 @@ def _group(num_columns: int, recipe: Recipe) -> int:
     return next((size for size in sizes if size <= recipe.group and num_columns % size == 0), num_columns)
 
 
-def _scale(
-    tensors: dict[str, Tensor], config: ModelConfig, recipe: Recipe, inputs: dict[str, Inputs]
-) -> dict[str, Tensor]:
-    """Multiply the channels of a layer's matrices by factors, and divide them out where the channels come from.
+class _Errors:
+    """What errors in the columns of a matrix do to its outputs, given the moments (K, K) of its inputs."""
 
-    Changes `tensors` and adds the factors to them; returns what errors in each column of each matrix count.
-    """
-    importances = {}
-    for linear, names in _MATRICES.items():
-        samples, sizes = inputs[linear].samples, inputs[linear].mean_sizes
-        if linear == "o":
-            sizes = _over_groups(sizes, config)
-        factors = _search([tensors[f"{name}.weight"] for name in names], samples, sizes, recipe)
-        for name in names:
-            tensors[f"{name}.weight"] = tensors[f"{name}.weight"] * factors
-            tensors[name + INPUTS] = factors.clone()  # files hold no two names of one tensor
-            importances[name] = (samples / factors).square().mean(0)
-        source, divisors = _source(linear, factors, config)
-        if not source.endswith("norm"):
-            tensors[source + OUTPUTS] = divisors.clone()
-        for name in (f"{source}.weight", f"{source}.bias"):
-            if name in tensors:
-                tensors[name] = tensors[name] / divisors.view(-1, *[1] * (tensors[name].dim() - 1))
-    return importances
+    def __init__(self, moments: Tensor) -> None:
+        sizes = moments.diagonal().clamp(min=float(moments.diagonal().mean()) * 1e-6).sqrt()
+        self.importance = sizes.square()
+        """(K,)."""
+        correlations = moments / sizes / sizes[:, None] * (1 - DIAGONAL_SHARE)
+        correlations.diagonal().fill_(1)
+        # The upper triangular V with V^T V = moments^-1, from a Cholesky factor of the moments in reverse order.
+        upper = torch.linalg.cholesky(correlations.flip(0, 1)).flip(0, 1)
+        identity = torch.eye(len(sizes))
+        self._factor = torch.linalg.solve_triangular(upper, identity, upper=True) / sizes
 
-
-def _source(linear: str, factors: Tensor, config: ModelConfig) -> tuple[str, Tensor]:
-    """Where the input channels of `linear` come from, and what its rows are divided by for `factors` (K,)."""
-    match linear:
-        case "qkv":
-            return "attention_norm", factors
-        case "gate_up":
-            return "mlp_norm", factors
-        case "o":
-            K, D = config.num_kv_heads, config.head_dim
-            return "attention.v", factors.view(K, -1, D)[:, 0].flatten()
-        case _:
-            return "mlp.up", factors
-
-
-def _over_groups(sizes: Tensor, config: ModelConfig) -> Tensor:
-    """`sizes` (H D,) of what attention gives, the same for all heads that share their values."""
-    K, D = config.num_kv_heads, config.head_dim
-    grouped = sizes.view(K, -1, D)  # (K, H / K, D)
-    return grouped.mean(1, keepdim=True).expand_as(grouped).reshape(-1)
-
-
-def _search(weights: list[Tensor], samples: Tensor, sizes: Tensor, recipe: Recipe) -> Tensor:
-    """The factors (K,) of the input channels with which the rounded `weights` disturb the outputs least."""
-    rows = torch.cat(weights)
-    rows = rows[:: -(-len(rows) // MAX_SEARCH_ROWS)]
-    best, least = torch.ones_like(sizes), float("inf")
-    for power in POWERS:
-        factors = sizes.clamp(min=float(sizes.mean()) * 1e-3).pow(power)
-        factors = factors / (factors.max() * factors.min()).sqrt()
-        importance = (samples / factors).square().mean(0)
-        rounded = _rounded(rows * factors, recipe, recipe.bits, importance).dequantize() / factors
-        error = float((samples @ (rows - rounded).T).square().sum())
-        if error < least:
-            best, least = factors, error
-    return best
+    def hand_on(self, weight: Tensor, nearest: Quantized) -> Quantized:
+        """`weight` (N, K) on the grid of `nearest`, each column rounded after the errors before it are made up for."""
+        K, top = weight.shape[1], (1 << nearest.bits) - 1
+        # Columns as rows (K, N), so that each is contiguous.
+        scales, minimums = (
+            part.float().T.repeat_interleave(nearest.group, dim=0) for part in (nearest.scales, nearest.minimums)
+        )
+        divisors = torch.where(scales == 0, 1.0, scales)
+        columns = weight.T.clone(memory_format=torch.contiguous_format)
+        codes = torch.empty(columns.shape, dtype=torch.uint8)
+        for start in range(0, K, BLOCK):
+            end = min(start + BLOCK, K)
+            block, errors = columns[start:end], torch.empty(end - start, len(weight))
+            for j, k in enumerate(range(start, end)):
+                code = ((block[j] - minimums[k]) / divisors[k]).round_().clamp_(0, top)
+                codes[k] = code.to(torch.uint8)
+                errors[j] = (block[j] - code * scales[k] - minimums[k]) / self._factor[k, k]
+                block[j + 1 :].addr_(self._factor[k, k + 1 : end], errors[j], alpha=-1)
+            columns[end:].addmm_(self._factor[start:end, end:].T, errors, alpha=-1)
+        return from_codes(codes.T.contiguous(), nearest.scales, nearest.minimums, nearest.bits)
 
 
 # -- the whole of it ---------------------------------------------------------------------------------------
@@ -325,7 +295,7 @@ def _pieces(tokenizer: Tokenizer, path: Path, model: Decoder) -> list[list[int]]
 
 def _quantization(checkpoint: Checkpoint, recipe: Recipe) -> Quantization:
     exceptions: dict[str, Literal[4, 8]] = {}
-    for name in _EMBEDDINGS:
+    for name in EMBEDDINGS:
         if name in checkpoint.names():
             stored = checkpoint.quantized(name)
             exceptions[name] = 4 if stored is not None and stored.bits == 4 else 8

@@ -141,14 +141,6 @@ class Checkpoint(Protocol):
         """
         ...
 
-    def factors(self) -> dict[str, Tensor]:
-        """What channels inside of the model are scaled by, compared with the one that it was made from.
-
-        The columns of the linear NAME (such as `layers.0.attention.q`) are multiplied by `NAME.inputs`, and its rows
-        divided by `NAME.outputs`. Whoever changes linears from outside, as adapters do, has to do the same.
-        """
-        ...
-
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the model once: our name, and its values.
 

@@ -25,7 +25,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """Columns that share a scale; 0: a whole row. Matrices whose width is no multiple get a smaller one."""
     symmetric: bool = False
     search: bool = True
-    """Whether factors of channels and the ranges of groups are searched for; else weights are rounded as they are."""
+    """Whether codes and scales are searched for that suit a calibration text; else weights are just rounded."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,10 +18,6 @@ MAX_JSON_BYTES = 64 << 20
 CODES, SCALES, MINIMUMS = ".codes", ".scales", ".minimums"
 """What follows a matrix's name in the names of the three tensors that a quantized one is stored as."""
 
-INPUTS, OUTPUTS = ".inputs", ".outputs"
-"""What follows the name of a linear in the names of the factors that its columns were multiplied by, and its rows
-divided by, when it was quantized. What reaches it is divided by the former already."""
-
 T = TypeVar("T")
 
 

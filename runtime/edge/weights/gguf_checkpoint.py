@@ -134,10 +134,6 @@ class GgufCheckpoint:
         order = self._row_order(name, tensor)
         return matrix if order is None else matrix.rows(order)
 
-    def factors(self) -> dict[str, Tensor]:
-        """None: files hold models as they were trained."""
-        return {}
-
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors in file order, as float32."""
         for name in self._stored:

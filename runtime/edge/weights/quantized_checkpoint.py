@@ -21,7 +21,7 @@ from torch import Tensor
 
 from edge.errors import WeightsError
 from edge.weights.checkpoint import Checkpoint, ModelConfig, TokenizerFiles, check_config
-from edge.weights.folder import CODES, INPUTS, MINIMUMS, OUTPUTS, SCALES, Quantization, find_shards, read_json
+from edge.weights.folder import CODES, MINIMUMS, SCALES, Quantization, find_shards, read_json
 from edge.weights.quantized import Quantized
 from edge.weights.shards import Shards
 
@@ -87,15 +87,10 @@ class QuantizedCheckpoint:
         for name in self._names:
             yield name, self.tensor(name)
 
-    def factors(self) -> dict[str, Tensor]:
-        """The factors that the quantizer found, as they are stored."""
-        names = [name for name in self._shards.places if name.endswith((INPUTS, OUTPUTS))]
-        return {name: self._shards.read(name).float() for name in names}
-
     @cached_property
     def _names(self) -> list[str]:
-        beside = (SCALES, MINIMUMS, INPUTS, OUTPUTS)
-        names = [name.removesuffix(CODES) for name in self._shards.places if not name.endswith(beside)]
+        stored = self._shards.places
+        names = [name.removesuffix(CODES) for name in stored if not name.endswith((SCALES, MINIMUMS))]
         if len(set(names)) < len(names):
             raise WeightsError(f"{self._folder}: a matrix is stored both as floats and as codes")
         return names

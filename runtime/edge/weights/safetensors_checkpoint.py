@@ -133,10 +133,6 @@ class SafetensorsCheckpoint:
         """None: the folder holds floats."""
         return None
 
-    def factors(self) -> dict[str, Tensor]:
-        """None: folders hold models as they were trained."""
-        return {}
-
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors, shard by shard, in their stored type."""
         for name in self._stored:

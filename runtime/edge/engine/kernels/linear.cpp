@@ -35,7 +35,7 @@ constexpr int64_t kAheadBytes = 12 << 10;    // between what is read from memory
 constexpr int64_t kInputsBytes = 384 << 10;  // inputs that stay in a core's cache while the weights pass by
 
 struct Part {
-  const uint8_t* panels;  // each: codes (blocks, bits, 64), scales (groups, 16) and, unless symmetric, minimums as halves
+  const uint8_t* panels;  // each: codes (blocks, bits, 64), scales (groups, 16), and minimums likewise if not symmetric
   int64_t num_outputs;
   int64_t panel_bytes;
   int64_t scales_at;    // where they begin in a panel, in bytes
@@ -179,8 +179,8 @@ void quantize_row(const float* x, int64_t K, const Tile& tile, int m, int M) {
 // The columns of a block whose weights share a scale: all, or with groups of 16 one half.
 enum Columns { kAll, kFirst, kLast };
 
-// Adds to `totals` (M,) the products of a block's weights with `codes` (M, 32). All rows side by side: their sums do not
-// wait for each other.
+// Adds to `totals` (M,) the products of a block's weights with `codes` (M, 32). All rows side by side, so that no sum
+// waits for the one before it.
 template <int M, int BITS, Columns COLUMNS>
 EDGE_INLINE void multiply_codes(const uint8_t* weights, const int8_t* codes, Ints* totals) {
 #pragma GCC unroll 4
@@ -275,8 +275,9 @@ using Multiply = void (*)(const Part&, const uint8_t*, const uint8_t*, const Til
 template <int M>
 Multiply choose(const Part& part) {
   static constexpr Multiply kAll[] = {
-      multiply<M, 4, false, false>, multiply<M, 4, false, true>, multiply<M, 4, true, false>, multiply<M, 4, true, true>,
-      multiply<M, 8, false, false>, multiply<M, 8, false, true>, multiply<M, 8, true, false>, multiply<M, 8, true, true>,
+      multiply<M, 4, false, false>, multiply<M, 4, false, true>, multiply<M, 4, true, false>,
+      multiply<M, 4, true, true>,   multiply<M, 8, false, false>, multiply<M, 8, false, true>,
+      multiply<M, 8, true, false>,  multiply<M, 8, true, true>,
   };
   return kAll[(part.bits == 8) * 4 + (part.symmetric != 0) * 2 + (part.group == 16)];
 }

@@ -56,15 +56,22 @@ class Pool {
   // that a claim fails if anything has changed since the word was read.
   bool has_work(uint64_t open, int helper) const { return uint32_t(open) > 0 && helper < int(open >> 32 & 255); }
 
+  // Takes a share of what is left until nothing is: large shares first, because a word that another core has just
+  // written takes longer to get than many a task.
   void work(int helper) {
+    int64_t num_done = 0;
     uint64_t open = open_.load(std::memory_order_acquire);
     while (has_work(open, helper)) {
-      if (!open_.compare_exchange_weak(open, open - 1, std::memory_order_acq_rel)) continue;
+      const int64_t num_left = uint32_t(open), num_threads = 1 + (open >> 32 & 255);
+      const int64_t share = std::max<int64_t>(1, num_left / (2 * num_threads));
+      if (!open_.compare_exchange_weak(open, open - share, std::memory_order_acq_rel)) continue;
       // With a task claimed the job cannot end, so that its fields hold still.
-      task_(context_, num_tasks_ - int64_t(uint32_t(open)));
-      num_done_.fetch_add(1, std::memory_order_release);
+      const int64_t first = num_tasks_ - num_left;
+      for (int64_t i = first; i < first + share; ++i) task_(context_, i);
+      num_done += share;
       open = open_.load(std::memory_order_acquire);
     }
+    if (num_done > 0) num_done_.fetch_add(num_done, std::memory_order_release);
   }
 
   void help(int helper) {
