@@ -1,8 +1,8 @@
 """Times the quantized linears alone, in the shapes of SmolLM2-135M: `python -m bench.kernels`.
 
 A step through all layers and the head, whose weights together are larger than the processor's caches, for several
-numbers of rows; beside it torch's own operators over the same shapes, and what the memory and the multipliers of the
-machine allow. Prints a table and, last, one JSON line.
+numbers of rows; beside it torch's own operators over the same shapes. GB/s are of weights, to hold against the memory
+of the machine at few rows; GMAC/s against its multipliers at many. Prints a table and, last, one JSON line.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     kernels = load(options.cache_dir)
     kernels.num_threads = options.threads
-    print(f"{options.threads} threads; memory is read at {_read_rate() / 1e9:.1f} GB/s")
     print(f"{'linear':<8} {'rows':>4} {'us':>9} {'GMAC/s':>7} {'GB/s':>6}  torch, us")
     rows = []
     for name in SHAPES:
@@ -129,12 +128,6 @@ def _time_us(calls: Sequence[Callable[[], Tensor]]) -> float:
             call()
         times.append((time.perf_counter() - start) / len(calls))
     return sorted(times)[len(times) // 4] * 1e6
-
-
-def _read_rate() -> float:
-    """Bytes per second that all threads together read from memory."""
-    data = torch.ones(1 << 26)
-    return data.nbytes / (_time_us([data.sum]) / 1e6)
 
 
 if __name__ == "__main__":

@@ -64,5 +64,5 @@ def test_kv_formats_can_be_compared(models: list[Decoder]) -> None:
 def test_what_cannot_be_compared(models: list[Decoder]) -> None:
     with pytest.raises(ValueError, match="no text has two tokens"):
         compare(subject(models[0]), subject(models[0]), [[1]])
-    with pytest.raises(ValueError, match=r"a text of 400 tokens does not fit a cache of 304"):
+    with pytest.raises(ValueError, match="399 tokens do not fit a cache of 304"):
         compare(subject(models[0]), subject(models[0]), [[1] * 400])

@@ -7,13 +7,11 @@ import pytest
 import tiny_models
 import torch
 
-from edge.engine.lora import AdapterStore
-from edge.engine.quantize import run
+from edge.engine.quantize import Errors, run
 from edge.errors import WeightsError
 from edge.weights.checkpoint import open_checkpoint
 from edge.weights.conversion import CALIBRATION_TEXT, HELDOUT_TEXT, Job, Recipe, Result
-
-CPU = torch.device("cpu")
+from edge.weights.quantized import Quantized, quantize
 
 
 @pytest.fixture
@@ -70,26 +68,7 @@ def test_the_search_makes_int4_better(tmp_path: Path, texts: tuple[Path, Path], 
         assert query is not None
         # 64 does not divide the width of 48; 32 does not either.
         assert (embedding.bits, query.bits, query.group) == (8, 4, 16)
-        assert bool(opened.factors()) == search
     assert divergences[1] < divergences[0]
-
-
-def test_factors_change_nothing_but_the_rounding(tmp_path: Path, texts: tuple[Path, Path]) -> None:
-    """Dividing them out again gives the source's matrices."""
-    source = tiny_models.save_folder(tmp_path / "source", **tiny_models.FAMILIES["qwen2"])
-    run(job(source, tmp_path / "out", texts, Recipe(bits=8, group=16)))
-    original, scaled = open_checkpoint(source), open_checkpoint(tmp_path / "out")
-    factors = scaled.factors()
-    for i in range(3):
-        for part in ("attention.q", "attention.v", "attention.o", "mlp.up", "mlp.down"):
-            name = f"layers.{i}.{part}"
-            values = scaled.tensor(f"{name}.weight") / factors[f"{name}.inputs"]
-            if f"{name}.outputs" in factors:
-                values = values * factors[f"{name}.outputs"][:, None]
-            expected = original.tensor(f"{name}.weight")
-            assert (values - expected).abs().max() < 0.02 * expected.abs().max()
-    bias = scaled.tensor("layers.1.attention.v.bias") * factors["layers.1.attention.v.outputs"]
-    assert torch.allclose(bias, original.tensor("layers.1.attention.v.bias"))
 
 
 def test_a_head_that_is_stored_as_codes_stays_as_it_is(tmp_path: Path, texts: tuple[Path, Path]) -> None:
@@ -106,23 +85,34 @@ def test_a_head_that_is_stored_as_codes_stays_as_it_is(tmp_path: Path, texts: tu
         assert torch.equal(matrix.dequantize(), before.tensor(name))
 
 
-def test_adapters_mean_the_same_on_the_quantized_model(tmp_path: Path, texts: tuple[Path, Path]) -> None:
-    source = tiny_models.save_folder(tmp_path / "source")
-    run(job(source, tmp_path / "out", texts, Recipe(bits=8, group=16)))
-    tiny_models.save_adapter(tmp_path / "adapters" / "mine", rank=4)
-    config, factors = open_checkpoint(source).config(), open_checkpoint(tmp_path / "out").factors()
-    plain = AdapterStore(tmp_path / "adapters", config, CPU).get("mine")
-    scaled = AdapterStore(tmp_path / "adapters", config, CPU, factors).get("mine")
-    ones = torch.ones(1)
-    for part in ("attention.q", "attention.v", "attention.o", "mlp.gate", "mlp.up", "mlp.down"):
-        a, b = plain.part(1, part), scaled.part(1, part)
-        assert a is not None
-        assert b is not None
-        name = f"layers.1.{part}"
-        inputs, outputs = factors.get(f"{name}.inputs", ones), factors.get(f"{name}.outputs", ones)
-        # What reaches the linear is divided by `inputs`, and what leaves it is expected to be divided by `outputs`.
-        update = (b.down / inputs).t() @ b.up * outputs
-        assert torch.allclose(update, a.down.t() @ a.up, atol=1e-4)
+@pytest.mark.parametrize(("bits", "group"), [(4, 16), (4, 96), (8, 96)])
+def test_later_columns_make_up_for_the_errors_of_earlier_ones(bits: int, group: int) -> None:
+    torch.manual_seed(0)
+    samples = torch.randn(4000, 12) @ torch.randn(12, 96) + torch.randn(4000, 96) / 4  # channels go together
+    weight = torch.randn(40, 96)
+    errors = Errors(samples.T @ samples / len(samples))
+    nearest = quantize(weight, bits=bits, group=group, importance=errors.importance)
+    handed_on = errors.hand_on(weight, nearest)
+
+    def disturbance(matrix: Quantized) -> float:
+        return float((samples @ (matrix.dequantize() - weight).T).square().mean())
+
+    assert torch.equal(handed_on.scales, nearest.scales)
+    assert disturbance(handed_on) < 0.5 * disturbance(nearest)
+
+
+def test_where_channels_are_independent_the_nearest_code_is_the_best() -> None:
+    torch.manual_seed(0)
+    weight, errors = torch.randn(10, 96), Errors(torch.diag(torch.rand(96)))
+    nearest = quantize(weight, bits=4, group=32, importance=errors.importance)
+    assert torch.equal(errors.hand_on(weight, nearest).codes, nearest.codes)
+
+
+def test_channels_that_were_never_used() -> None:
+    torch.manual_seed(0)
+    errors, weight = Errors(torch.diag((torch.arange(32) % 4 > 0).float())), torch.randn(4, 32)
+    matrix = errors.hand_on(weight, quantize(weight, bits=8, group=32, importance=errors.importance))
+    assert (matrix.dequantize() - weight).abs().max() < 0.1
 
 
 def test_texts_that_are_too_short(tmp_path: Path, texts: tuple[Path, Path]) -> None:

@@ -40,8 +40,8 @@ _COLUMNS = [
 )
 @click.option(
     "--group",
-    type=click.Choice(["32", "64", "128"]),
-    help="Columns that share a scale; else 64 for int4, and a whole row for int8.",
+    type=click.Choice(["32", "64", "128", "row"]),
+    help="Columns that share a scale; else 32 for int4, and 128 for int8.",
 )
 @click.option("--symmetric", is_flag=True, help="Centre every group's range on 0.")
 @click.option("--plain", is_flag=True, help="Round to the nearest code, without a search on the calibration text.")
@@ -81,7 +81,7 @@ def quantize_model(
     bits: Literal[4, 8] = 4 if weights == "int4" else 8
     recipe = Recipe(
         bits=bits,
-        group=int(group) if group else 64 if bits == 4 else 0,
+        group=_group(group, bits),
         symmetric=symmetric,
         search=not plain,
     )
@@ -118,6 +118,13 @@ def _source(store: ModelStore, model: str) -> tuple[Path, str, str]:
         store.path(model)  # says what is wrong, and which one was meant
     facts = read_facts(path)
     return path, slug(path.stem if path.is_file() else path.absolute().name), facts.license
+
+
+def _group(option: str | None, bits: int) -> int:
+    """Columns that share a scale; 0: a whole row. What is the default passes its gate with small models too."""
+    if option is None:
+        return 32 if bits == 4 else 128
+    return 0 if option == "row" else int(option)
 
 
 def _run(job: Job) -> Result:

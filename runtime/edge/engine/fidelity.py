@@ -68,17 +68,26 @@ def log_probs(subject: Subject, text: list[int]) -> Iterator[Tensor]:
     Raises:
         ValueError: the text is longer than the cache.
     """
+    for hidden in read(subject, text[:-1]):
+        with torch.inference_mode():
+            yield F.log_softmax(subject.model.logits(hidden), dim=-1)
+
+
+def read(subject: Subject, tokens: list[int]) -> Iterator[Tensor]:
+    """Hidden states (R, C) of a sequence of `tokens`, `CHUNK_TOKENS` at a time.
+
+    Raises:
+        ValueError: it is longer than the cache.
+    """
     model, cache = subject.model, subject.cache
-    tokens = text[:-1]
     num_pages = -(-len(tokens) // cache.page_size)
     if num_pages > cache.num_pages:
-        raise ValueError(f"a text of {len(text)} tokens does not fit a cache of {cache.num_pages * cache.page_size}")
+        raise ValueError(f"{len(tokens)} tokens do not fit a cache of {cache.num_pages * cache.page_size}")
     sequence = Sequence(id=0, tokens=tokens, num_prompt_tokens=len(tokens), credit=1, pages=list(range(num_pages)))
     while sequence.num_missing_tokens:
         chunk = Chunk(sequence, min(CHUNK_TOKENS, sequence.num_missing_tokens))
         with torch.inference_mode():
-            hidden = model(build_step([chunk], cache.page_size, cache.device), cache)
-            yield F.log_softmax(model.logits(hidden), dim=-1)
+            yield model(build_step([chunk], cache.page_size, cache.device), cache)
         sequence.num_computed_tokens += chunk.num_tokens
 
 

@@ -31,12 +31,10 @@ from torch import Tensor
 
 from edge.config import ModelOptions
 from edge.engine import kernels as native
-from edge.engine.fidelity import PAGE_SIZE, Subject, compare, make_cache
+from edge.engine.fidelity import Subject, compare, make_cache, read
 from edge.engine.layers import Projection, RmsNorm, prologue
 from edge.engine.models import load_model
 from edge.engine.models.decoder import Decoder
-from edge.engine.scheduler import Chunk, Sequence
-from edge.engine.step import build_step
 from edge.engine.tokenizer import Tokenizer
 from edge.errors import EdgeError, WeightsError
 from edge.weights.checkpoint import Checkpoint, open_checkpoint
@@ -55,7 +53,6 @@ DIAGONAL_SHARE = 0.3
 """How much of the correlation between channels is not believed, because a short text shows some by chance."""
 BLOCK = 64
 """Columns after which errors are handed on to all later ones at once."""
-STEP_TOKENS = 256
 
 _MATRICES = {
     "qkv": ("attention.q", "attention.k", "attention.v"),
@@ -103,8 +100,9 @@ class _Recorder:
         return self._linear(x, norm=norm, gate=gate, residual=residual)
 
 
-def record_inputs(model: Decoder, texts: list[list[int]]) -> list[dict[str, Inputs]]:
-    """What the linears of each layer of `model` are given along `texts`, by the linear's name in the layer."""
+def record_inputs(subject: Subject, texts: list[list[int]]) -> list[dict[str, Inputs]]:
+    """What the linears of each layer of a model are given along `texts`, by the linear's name in the layer."""
+    model = subject.model
     keep_every = -(-sum(map(len, texts)) // MAX_SAMPLES)
     recorded: list[dict[str, Inputs]] = []
     originals = []
@@ -115,24 +113,13 @@ def record_inputs(model: Decoder, texts: list[list[int]]) -> list[dict[str, Inpu
             setattr(layer, name, _Recorder(originals[-1][name], inputs))
     try:
         for text in texts:
-            _read(model, text)
+            for _ in read(subject, text):
+                pass
     finally:
         for layer, linears in zip(model.layers, originals, strict=True):
             for name, linear in linears.items():
                 setattr(layer, name, linear)
     return recorded
-
-
-def _read(model: Decoder, text: list[int]) -> None:
-    cache = make_cache(model, len(text), "float32", torch.device("cpu"))
-    sequence = Sequence(
-        id=0, tokens=text, num_prompt_tokens=len(text), credit=1, pages=list(range(-(-len(text) // PAGE_SIZE)))
-    )
-    while sequence.num_missing_tokens:
-        chunk = Chunk(sequence, min(STEP_TOKENS, sequence.num_missing_tokens))
-        with torch.inference_mode():
-            model(build_step([chunk], PAGE_SIZE, cache.device), cache)
-        sequence.num_computed_tokens += chunk.num_tokens
 
 
 # -- quantizing --------------------------------------------------------------------------------------------
@@ -160,7 +147,7 @@ def quantize_tensors(
             yield name, checkpoint.tensor(name)
     for i in range(num_layers):
         for linear, names in _MATRICES.items():
-            errors = _Errors(inputs[i].pop(linear).moments()) if recipe.search else None
+            errors = Errors(inputs[i].pop(linear).moments()) if recipe.search else None
             for name in (f"layers.{i}.{name}.weight" for name in names):
                 yield name, _rounded(checkpoint.tensor(name).float(), recipe, recipe.bits, errors)
         progress(i + 1, num_layers)
@@ -175,7 +162,7 @@ def _embedding(checkpoint: Checkpoint, name: str, recipe: Recipe) -> Quantized:
     return stored if stored is not None else _rounded(checkpoint.tensor(name), recipe, 8, None)
 
 
-def _rounded(weight: Tensor, recipe: Recipe, bits: int, errors: _Errors | None) -> Quantized:
+def _rounded(weight: Tensor, recipe: Recipe, bits: int, errors: Errors | None) -> Quantized:
     group = _group(weight.shape[1], recipe)
     importance = None if errors is None else errors.importance
     nearest = quantize(weight, bits=bits, group=group, symmetric=recipe.symmetric, importance=importance)
@@ -188,11 +175,13 @@ def _group(num_columns: int, recipe: Recipe) -> int:
     return next((size for size in sizes if size <= recipe.group and num_columns % size == 0), num_columns)
 
 
-class _Errors:
+class Errors:
     """What errors in the columns of a matrix do to its outputs, given the moments (K, K) of its inputs."""
 
     def __init__(self, moments: Tensor) -> None:
-        sizes = moments.diagonal().clamp(min=float(moments.diagonal().mean()) * 1e-6).sqrt()
+        squares = moments.diagonal()
+        # A channel that slept during the calibration text may be awake in others.
+        sizes = squares.clamp(min=max(float(squares.median()) * 0.1, float(squares.mean()) * 1e-6)).sqrt()
         self.importance = sizes.square()
         """(K,)."""
         correlations = moments / sizes / sizes[:, None] * (1 - DIAGONAL_SHARE)
@@ -242,7 +231,7 @@ def run(job: Job) -> Result:
     inputs = []
     if job.recipe.search:
         _say("Reading the calibration text")
-        inputs = record_inputs(model, calibration)
+        inputs = record_inputs(_subject(model), calibration)
     tensors = quantize_tensors(checkpoint, job.recipe, inputs, _say_layers)
     save_quantized(folder, checkpoint, _quantization(checkpoint, job.recipe), tensors)
     quantize_s = time.monotonic() - started
@@ -263,10 +252,12 @@ def run(job: Job) -> Result:
 def _kernels(cache_dir: Path) -> native.Kernels | None:
     """What engines compute with here, so that it is part of what is measured."""
     try:
-        return native.load(cache_dir)
+        kernels = native.load(cache_dir)
     except native.KernelsUnavailable as error:
         _say(f"no native kernels, measuring with torch's operators: {error}")
         return None
+    kernels.num_threads = torch.get_num_threads()
+    return kernels
 
 
 def _load(checkpoint: Checkpoint, weights: Literal["auto", "float32"], kernels: native.Kernels | None) -> Decoder:

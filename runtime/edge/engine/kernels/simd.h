@@ -1,7 +1,7 @@
 // Vectors of 16 floats or 64 bytes, with the few operations that the kernels need beyond arithmetic.
 //
-// The types are the compiler's own vectors, so that +, *, <, ?: and shifts work on every machine; under #if is what some
-// machines have better instructions for. The results are the same up to the rounding of multiply-adds.
+// The types are the compiler's own vectors, so that +, *, <, ?: and shifts work on every machine; under #if is what
+// some machines have better instructions for. The results are the same up to the rounding of multiply-adds.
 
 #pragma once
 
