@@ -67,7 +67,7 @@ class ModelOptions(msgspec.Struct, frozen=True):
     """How weights are held. `auto`: as the file has them, where there are kernels for that, else as floats.
     `float32` is the reference: exact, and slower than all others."""
     group: Literal[0, 32, 64, 128] = 0
-    """Columns that share a scale where floats are made into `int8` or `int4` at load; 0: a row, or 32 for int4."""
+    """Columns that share a scale where floats are made into `int8` or `int4` at load; 0: 32."""
     kv: Literal["auto", "float32", "bfloat16", "int8", "int4"] = "auto"
     """How keys and values are held. `auto`: bfloat16, or float32 where the weights are."""
     deterministic: bool = False

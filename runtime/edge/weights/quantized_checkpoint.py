@@ -26,7 +26,7 @@ from edge.weights.quantized import Quantized
 from edge.weights.shards import Shards
 
 TOKENIZER_FILE = "tokenizer_files.json"
-MAX_SHARD_BYTES = 2 << 30
+MAX_SHARD_BYTES = 512 << 20
 
 
 class _Config(msgspec.Struct, kw_only=True):

@@ -30,7 +30,9 @@ constexpr int kTile = 12;  // rows that are multiplied at a time, at most: as ma
 constexpr int kTile = 4;
 #endif
 constexpr int kRowBytes = 84;  // of a row's block in `Tile`, apart from the flags
-constexpr float kOutlier = 6.0f;  // a block with a number this many times the row's root mean square is held in 16 bits
+// A block with a number so many times the row's root mean square is held in 16 bits. What a gate gives has long tails:
+// with the first limit half of its blocks would be, for little.
+constexpr float kOutlier = 6.0f, kGatedOutlier = 10.0f;
 constexpr int64_t kAheadBytes = 12 << 10;    // between what is read from memory and what is asked for
 constexpr int64_t kInputsBytes = 384 << 10;  // inputs that stay in a core's cache while the weights pass by
 
@@ -137,8 +139,8 @@ using PrepareRow = void (*)(const Inputs&, const float*, int64_t, float*);
 constexpr PrepareRow kPrepareRow[] = {prepare_row<kNone>, prepare_row<kNorm>, prepare_row<kSilu>, prepare_row<kGelu>};
 
 // Row m of a tile, from its numbers `x`.
-void quantize_row(const float* x, int64_t K, const Tile& tile, int m, int M) {
-  const float outlier = kOutlier / inverse_rms(x, K, 0.0f);
+void quantize_row(const float* x, int64_t K, bool is_gated, const Tile& tile, int m, int M) {
+  const float outlier = (is_gated ? kGatedOutlier : kOutlier) / inverse_rms(x, K, 0.0f);
   for (int64_t k = 0, b = 0; k < K; k += kBlock, ++b) {
     Floats low = edge::load<Floats>(x + k), high = edge::load<Floats>(x + k + kLanes);
     // The bits of floats without signs are in order, NaN above all: a NaN or infinity becomes the scale, so that it
@@ -371,7 +373,7 @@ class Call {
       for (int64_t row = task * rows_per_task; row < end; ++row) {
         const int64_t tile = row / kTile;
         kPrepareRow[in_.prologue](in_, in_.x + row * in_.stride, K, prepared);
-        quantize_row(prepared, K, tile_at(tile), int(row % kTile), height(tile));
+        quantize_row(prepared, K, in_.prologue >= kSilu, tile_at(tile), int(row % kTile), height(tile));
       }
     });
   }

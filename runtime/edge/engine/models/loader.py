@@ -150,7 +150,7 @@ class Loader:
 
     def _group(self, num_columns: int, bits: int | None) -> int | None:
         """The group that the options ask for, or the next smaller one that fits; None: none does."""
-        group = self._options.group or (num_columns if bits == 8 else 32)
+        group = self._options.group or 32
         fitting = [size for size in (group, *reversed(GROUPS)) if size <= group and num_columns % size == 0]
         return fitting[0] if fitting else None
 
