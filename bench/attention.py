@@ -39,7 +39,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--cache-dir", type=Path, default=Path(".edge/kernels"))
+    parser.add_argument("--cache-dir", type=Path, default=Path(".edge/cache/kernels"))
     parser.add_argument("--formats", nargs="*", default=list(FORMATS))
     parser.add_argument("--no-torch", action="store_true", help="leave the torch path out")
     options = parser.parse_args()

@@ -41,6 +41,8 @@ class AiConfig(msgspec.Struct, frozen=True):
     binding: _Identifier = "AI"
     models: dict[str, str] = {}
     """Stand-ins: catalogue id to the name of an installed model."""
+    priority: Annotated[int, Meta(ge=-100, le=100, description="a whole number from -100 to 100")] = 0
+    """Of the handler's calls: higher ones are served first, and nobody starves."""
     share_prefixes: bool = False
     """Whether the account's prompts may share cached beginnings with those of other accounts that say so too. How fast
     an answer begins then tells one such account what another has sent."""
@@ -73,7 +75,7 @@ class ModelOptions(msgspec.Struct, frozen=True):
     deterministic: bool = False
     """Whether a request's tokens must not depend on what else runs."""
     speculation: Annotated[int, Meta(ge=0, le=16, description="a whole number from 0 to 16")] = 0
-    """Tokens that are guessed from earlier text and checked together; 0: none. Only for greedy requests."""
+    """Tokens that are guessed from earlier text and checked together, where that cannot change an answer; 0: none."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True):

@@ -149,7 +149,8 @@ class Started(Frame):
 
 
 class TokenLogprob(Frame):
-    """Natural log-probability of a token in the model's own distribution; `bytes` can be a part of a character."""
+    """Natural log-probability of a token in the model's own distribution, at least -9999; `bytes` can be a part of a
+    character."""
 
     token: str
     logprob: float

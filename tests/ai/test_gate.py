@@ -5,6 +5,7 @@ import pytest
 from doubles import MODEL, PRINCIPAL, STAND_IN, ListMeter, ScriptedPool, answer, make_gate
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from edge.ai.gate import Event, Gate
 from edge.ai.schemas import TextGeneration, native
@@ -54,11 +55,19 @@ async def test_the_pool_gets_the_installed_model_and_every_field() -> None:
 
 async def test_accounts_share_cached_prompts_only_if_they_say_so() -> None:
     pool, meter = ScriptedPool(*answer("a")), ListMeter()
-    catalogue = make_gate(pool).catalogue
-    for sharing in (frozenset({"other"}), frozenset({"other", PRINCIPAL.account})):
-        await run(Gate(pool, catalogue, meter, sharing=sharing))
+    gate = make_gate(pool, meter)
+    for gate.sharing in (frozenset({"other"}), frozenset({"other", PRINCIPAL.account})):
+        await run(gate)
     assert [sent.account for sent in pool.requests] == [PRINCIPAL.account, ""]
     assert [record.account for record in meter.records] == [PRINCIPAL.account] * 2
+
+
+async def test_the_priority_of_a_principal_goes_along() -> None:
+    pool = ScriptedPool(*answer("a"))
+    gate = make_gate(pool)
+    principal = replace(PRINCIPAL, priority=7)
+    assert [event async for event in gate.run(principal, gate.catalogue.resolve(MODEL), REQUEST)] == pool.script
+    assert pool.requests[-1].priority == 7
 
 
 async def test_the_record_is_durable_before_the_last_event_is_seen() -> None:

@@ -139,7 +139,7 @@ def test_tokens_after_the_end_are_dropped(model: LoadedModel) -> None:
     assert generation.usage.output_tokens == 2
 
 
-def test_accounts_and_adapters_do_not_share_pages(model: LoadedModel) -> None:
+def test_accounts_do_not_share_pages(model: LoadedModel) -> None:
     salts = {make(model, account=account).sequence.salt for account in ("", "a", "b")}
     assert len(salts) == 3
 

@@ -311,6 +311,9 @@ def nested(levels: int) -> str:
         (nested(20_000), "deeper than 100 levels"),
         ({"properties": {f"p{i}": {} for i in range(2001)}}, "more than 2000 properties"),
         ({"properties": {"default": {"properties": {f"p{i}": {} for i in range(2001)}}}}, "more than 2000 properties"),
+        ({"type": "string", "pattern": "a" * 10_001}, "string of 10001 characters"),
+        ({"const": [[{"description": "a" * 20_000}]]}, "string of 20000 characters"),
+        ({"properties": {"a" * 20_000: {}}}, "string of 20000 characters"),
         ({"properties": 5}, "properties|object"),
         ({"type": "strin"}, "strin"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
@@ -336,7 +339,7 @@ def nested(levels: int) -> str:
         ({"type": "string", "pattern": "(?i)a"}, r"\(\?i"),
         ({"type": "string", "pattern": "^[a-z&&[^b]]$"}, "read in different ways"),
         ({"type": "string", "pattern": "^[]a]$"}, "read in different ways"),
-        ({"type": "string", "pattern": "[" * 100_000}, "read in different ways"),
+        ({"type": "string", "pattern": "[" * 10_000}, "read in different ways"),
         ({"type": "object", "patternProperties": {"[[a]]": {}}}, "read in different ways"),
     ],
 )
@@ -359,7 +362,7 @@ def test_what_cannot_be_honoured_is_refused_with_the_reason(
         "^(a|aa)+$",
         r"^\w{1,500000}$",
         ".*a(a|b){200}$",
-        "|".join(f"w{number}" for number in range(5000)),
+        "|".join(f"w{number}" for number in range(1500)),
         r"^[\p{L}\[\]\-&~]{1,100}[^\]a-z]{3,1000}$",
     ],
 )

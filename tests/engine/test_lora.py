@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,21 @@ def test_adapters_are_loaded_on_demand_and_the_least_used_one_goes(
     store.get("large")
     assert store.get("small") is small
     assert store.get("middle") is not middle
+
+
+def test_an_adapter_that_is_replaced_or_removed_is_not_used_again(folders: dict[str, Path], tmp_path: Path) -> None:
+    config = runner(folders["model"]).model.config
+    store = AdapterStore(tmp_path, config, CPU)
+    tiny_models.save_adapter(tmp_path / "a", rank=2, seed=0)
+    old = store.get("a")
+    assert store.get("a") is old
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(InvalidInput, match="has no adapter 'a'"):
+        store.get("a")
+    tiny_models.save_adapter(tmp_path / "a", rank=2, seed=1)
+    new = store.get("a")
+    assert new.key != old.key
+    assert not torch.equal(new.part(0, "attention.q").down, old.part(0, "attention.q").down)
 
 
 def test_an_adapter_that_is_not_there_or_does_not_fit_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -31,6 +31,6 @@ def test_mixed_steps_teach_what_a_prompt_token_costs() -> None:
     pace = Pace(512)
     assert pace.prompt_tokens(8, 1) == 128
     for _ in range(100):
-        pace.observe(8, 0, 10_000)
-        pace.observe(8, 50, 20_000)
-    assert pace.prompt_tokens(8, 1) == int(MIN_SHARE * 10_000 / 200)
+        pace.observe(8, 0, 30_000)
+        pace.observe(8, 50, 40_000)
+    assert pace.prompt_tokens(8, 1) == int(MIN_SHARE * 30_000 / 200)

@@ -95,7 +95,7 @@ async def test_stand_ins_are_taken_over_while_it_runs(config: Config) -> None:
         missing = (await run(client, "@cf/new/one"))["errors"][0]
         assert missing["code"] == 5007
         assert '"@cf/new/one" = "tiny" under [ai.models]' in missing["message"]
-        node.use_stand_ins(replace(config, ai=AiConfig(models={"@cf/new/one": "tiny"})))
+        node.use_ai(replace(config, ai=AiConfig(models={"@cf/new/one": "tiny"})))
         assert (await run(client, "@cf/new/one"))["result"]["response"]
         assert (await run(client, "house/model"))["errors"][0]["code"] == 5007
     assert [access.status for access in accesses] == [400, 200, 400]

@@ -39,17 +39,17 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     worker: str | None = None
     version: str | None = None
+    priority: int = 0
+    """Higher calls are served first."""
 
 
 class Gate:
     """Runs model calls on `pool` and has each recorded by `meter`."""
 
-    def __init__(
-        self, pool: Pool, catalogue: Catalogue, meter: Meter, *, sharing: frozenset[str] = frozenset()
-    ) -> None:
-        """`sharing` are the accounts that let each other's prompts be found in the KV cache."""
+    def __init__(self, pool: Pool, catalogue: Catalogue, meter: Meter) -> None:
         self.catalogue = catalogue
-        self._sharing = sharing
+        self.sharing: frozenset[str] = frozenset()
+        """Accounts that let each other's prompts be found in the KV cache."""
         self._pool = pool
         self._meter = meter
         self._endings: set[asyncio.Task[None]] = set()
@@ -66,8 +66,8 @@ class Gate:
         """
         call = _Call(principal, model, self.catalogue.prices.id)
         # No account has an empty name.
-        cache_of = "" if principal.account in self._sharing else principal.account
-        events = self._pool.generate(_generate(cache_of, model, request), call.use)
+        cache_of = "" if principal.account in self.sharing else principal.account
+        events = self._pool.generate(_generate(principal, cache_of, model, request), call.use)
         is_recorded = False
         self._num_running += 1
         self._idle.clear()
@@ -173,7 +173,7 @@ class _Call:
         )
 
 
-def _generate(cache_of: str, model: Model, request: TextGeneration) -> Generate:
+def _generate(principal: Principal, cache_of: str, model: Model, request: TextGeneration) -> Generate:
     return Generate(
         id=0,  # the pool mints its own
         model=model.manifest.name,
@@ -185,6 +185,7 @@ def _generate(cache_of: str, model: Model, request: TextGeneration) -> Generate:
         stop=request.stop,
         credit=_CREDIT_DELTAS,
         account=cache_of,
+        priority=principal.priority,
         json_schema=request.json_schema,
         adapter=request.adapter,
         tools=request.tools,

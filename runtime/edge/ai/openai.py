@@ -22,7 +22,6 @@ from edge.frames import Delta, Done, Started, TokenLogprob, Usage
 
 _NO_TEXT = b'{"content":""}'
 """Cannot be a part of another value: quotes inside of JSON strings are escaped."""
-_NO_LOGPROB = -9999.0
 """What OpenAI shows for a token that is impossible: JSON has no infinity."""
 
 
@@ -79,7 +78,7 @@ def _logprobs(tokens: list[TokenLogprob]) -> dict[str, Any]:
 
 
 def _logprob(token: TokenLogprob) -> dict[str, Any]:
-    return {"token": token.token, "logprob": max(token.logprob, _NO_LOGPROB), "bytes": token.bytes}
+    return {"token": token.token, "logprob": token.logprob, "bytes": token.bytes}
 
 
 class _Chunks:

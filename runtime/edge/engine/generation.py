@@ -70,7 +70,14 @@ class Generation:
         self._num_computed_prompt_tokens = 0
         self._compute_us = 0
         self.sequence = Sequence(
-            self.id, prompt, len(prompt), request.credit, priority=request.priority, salt=_salt(request, model)
+            self.id,
+            prompt,
+            len(prompt),
+            request.credit,
+            priority=request.priority,
+            # What sequences must have in common, beside tokens, to share pages.
+            salt=f"{request.account}\n{self.adapter.key if self.adapter is not None else ''}",
+            shareable=model.shares_prefixes,
         )
         self._num_guesses = model.num_guesses
         self._ngrams = NgramIndex(prompt) if self._num_guesses else None
@@ -166,13 +173,6 @@ def _prompt(request: Generate, tokenizer: Tokenizer, max_tokens: int) -> list[in
     if request.raw or not tokenizer.has_chat_template:
         return tokenizer.encode(request.prompt, max_tokens)
     return tokenizer.encode_chat([{"role": "user", "content": request.prompt}], max_tokens, tools=request.tools)
-
-
-def _salt(request: Generate, model: LoadedModel) -> str:
-    """What sequences must have in common, beside tokens, to share pages."""
-    if not model.shares_prefixes:
-        return f"alone:{request.id}"
-    return f"{request.account}\n{request.adapter or ''}"
 
 
 def _token_logprob(tokenizer: Tokenizer, choice: Choice) -> TokenLogprob:

@@ -37,6 +37,8 @@ MAX_DEPTH = 100
 """Levels of JSON in a schema; the library reads 127."""
 MAX_PROPERTIES = 2000
 """In a whole schema. The time to compile grows with the square: these take a quarter of a second."""
+MAX_STRING_CHARS = 10_000
+"""In one pattern, constant or name. Each token that follows one takes time in proportion to it: so much, 3 ms."""
 MAX_CACHED = 16
 
 _MAX_GRAMMAR_SIZE = 200_000  # symbols
@@ -224,7 +226,7 @@ def check_schema(text: str) -> None:
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """All objects in `schema`: schemas, and whatever else."""
+    """All objects in `schema`: schemas, and whatever else. Refuses what is nested too deeply, and long strings."""
     todo: list[tuple[Any, int]] = [(schema, 1)]
     while todo:
         part, depth = todo.pop()
@@ -232,9 +234,12 @@ def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
             raise _refused(f"it is nested deeper than {MAX_DEPTH} levels")
         if isinstance(part, dict):
             yield part
+            todo += [(key, depth) for key in part]
             todo += [(value, depth + 1) for value in part.values()]
         elif isinstance(part, list):
             todo += [(value, depth + 1) for value in part]
+        elif isinstance(part, str) and len(part) > MAX_STRING_CHARS:
+            raise _refused(f"it has a string of {len(part)} characters, and {MAX_STRING_CHARS} are allowed in one")
 
 
 def _size(value: object) -> int:

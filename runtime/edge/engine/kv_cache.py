@@ -13,13 +13,12 @@ for the processor, and the values as (K, S, D).
 | int4     | (code - 7.5) times a scale             | code times a scale plus a minimum    | bfloat16 |
 
 Two int4 codes share a byte: dimension d in the low half and d + D/2 in the high half. The int4 format holds keys
-turned by a normalised Hadamard matrix over D, which spreads the few large channels that keys have (QuaRot, 2024);
-products with queries turned likewise are the same. Of the pages that matter most - the first of a sequence and the
-two around the query - it holds bfloat16 copies in a small pool of side pages. A page that has lost its copy is
-read as int4: less exact, never wrong.
+turned by a normalised Hadamard matrix over D, which spreads the few large channels that keys have (QuaRot,
+arXiv:2404.00456); products with queries turned likewise are the same. Of the pages that matter most - the first of a
+sequence, the query's own and the one before it - it holds bfloat16 copies in a small pool of side pages. A page that
+has lost its copy is read as int4: less exact, never wrong.
 
-This module knows nothing about sequences and models; who owns which page is decided in `engine.pages`. Pages shared
-between sequences of other KV formats or options must not meet here: that is the business of the prefix cache's key.
+This module knows nothing about sequences and models; who owns which page is decided in `engine.pages`.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class KvCache:
         if format == "int4" and head_dim % 2:
             raise ValueError(f"int4 needs an even head dimension, not {head_dim}; choose kv = int8")
         self.format = format
-        self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
+        self.num_pages, self.page_size = num_pages, page_size
         self.num_kv_heads, self.head_dim, self.device = num_kv_heads, head_dim, device
         self.int4 = int4 or Int4Options()
         P, K, D, S = num_pages, num_kv_heads, head_dim, page_size

@@ -42,7 +42,7 @@ class LoadedModel:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether prompts that start alike may share pages.
+        """Whether pages can be found: by prompts that start alike, and by a sequence that was preempted.
 
         What int4 pages hold is read with more precision by the sequence that wrote them than by one that finds them.
         """

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from edge.engine.kernels import Kernels
 from edge.errors import InvalidInput, WeightsError
-from edge.weights.adapter import LowRank, read_adapter
+from edge.weights.adapter import WEIGHTS_NAME, LowRank, read_adapter
 from edge.weights.checkpoint import ModelConfig
 
 MAX_LOADED = 64
@@ -50,13 +50,16 @@ class _Part:
 class Adapter:
     """An adapter that fits a model."""
 
-    def __init__(self, name: str, matrices: dict[str, LowRank], config: ModelConfig, device: torch.device) -> None:
-        """Check `matrices` against the model's `config`.
+    def __init__(
+        self, name: str, matrices: dict[str, LowRank], config: ModelConfig, device: torch.device, version: int = 0
+    ) -> None:
+        """Check `matrices` against the model's `config`; adapters of one name differ in `version`.
 
         Raises:
             WeightsError: the adapter was made for a model of another shape.
         """
-        self.name = name
+        self.key = f"{name}\n{version}"
+        """Stands for the adapter's values: what was computed with one of another key was computed with another."""
         shapes = _shapes(config)
         for key, pair in matrices.items():
             _, layer, part = key.split(".", 2)
@@ -79,34 +82,46 @@ class AdapterStore:
         self._folder = folder
         self._config = config
         self._device = device
-        self._loaded: OrderedDict[str, Adapter] = OrderedDict()
+        self._loaded: OrderedDict[str, tuple[int, Adapter]] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, name: str) -> Adapter:
-        """The adapter `name`.
+        """The adapter `name` as it is in its folder now.
 
         Raises:
             InvalidInput: there is none, or it cannot be used; the message says why.
         """
+        version = self._version(name)
         with self._lock:
-            if name in self._loaded:
+            loaded = self._loaded.get(name)
+            if loaded is not None and loaded[0] == version:
                 self._loaded.move_to_end(name)
-                return self._loaded[name]
-            self._loaded[name] = adapter = self._load(name)
+                return loaded[1]
+        adapter = self._load(name, version)
+        with self._lock:
+            self._loaded[name] = (version, adapter)
+            self._loaded.move_to_end(name)
             if len(self._loaded) > MAX_LOADED:
                 self._loaded.popitem(last=False)  # calls that use it still hold it
-            return adapter
+        return adapter
 
-    def _load(self, name: str) -> Adapter:
-        if not _NAME.fullmatch(name) or not (self._folder / name).is_dir():
-            known = sorted(path.name for path in self._folder.iterdir()) if self._folder.is_dir() else []
-            raise InvalidInput(
-                f"this model has no adapter {name[:80]!r}"
-                + (f"; it has {', '.join(known[:20])}" if known else "; `edge models adapt MODEL FOLDER` adds one"),
-                param="lora",
-            )
+    def _version(self, name: str) -> int:
+        """A number that is another one once another adapter has that name."""
         try:
-            return Adapter(name, read_adapter(self._folder / name), self._config, self._device)
+            if _NAME.fullmatch(name):
+                return (self._folder / name / WEIGHTS_NAME).stat().st_ctime_ns
+        except OSError:
+            pass
+        known = sorted(path.name for path in self._folder.iterdir()) if self._folder.is_dir() else []
+        raise InvalidInput(
+            f"this model has no adapter {name[:80]!r}"
+            + (f"; it has {', '.join(known[:20])}" if known else "; `edge models adapt MODEL FOLDER` adds one"),
+            param="lora",
+        )
+
+    def _load(self, name: str, version: int) -> Adapter:
+        try:
+            return Adapter(name, read_adapter(self._folder / name), self._config, self._device, version)
         except WeightsError as error:
             raise InvalidInput(error.message, param="lora") from error
 

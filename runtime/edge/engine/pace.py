@@ -8,7 +8,7 @@ This module knows nothing about sequences and pages.
 
 from __future__ import annotations
 
-MIN_SHARE = 0.35
+MIN_SHARE = 0.25
 """Time for prompts in a step, as a share of the time for the others' tokens, that nobody is bothered by."""
 MIN_TOKENS = 16
 _WEIGHT = 0.2  # of the newest step in the averages

@@ -4,7 +4,7 @@ A page is room for the keys and values of `page_size` consecutive tokens. Pages 
 that start with the same tokens can share the pages that hold them.
 
 A page that is full and computed can be published under a key that stands for its tokens and all tokens before it.
-It can be found until it is taken for something else, also after its last holder has let go. Pages that can not be
+It can be found until it is taken for something else, also after its last holder has let go. Pages that cannot be
 found are taken first, then those that nobody has held for longest.
 
 This module knows nothing about sequences. Sharing is as safe as its keys: whatever keys and values depend on

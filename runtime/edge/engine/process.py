@@ -147,8 +147,9 @@ class _Engine:
         path = Path(self._paths[model.name])
         try:
             decoder = await self._event_loop.run_in_executor(self._loader, _load_decoder, path, model, kernels)
-        except (EdgeError, OSError) as error:  # its files went meanwhile, say; it runs as it is
-            print(f"engine: {model.name} stays on torch's operators: {error}", file=sys.stderr, flush=True)
+        except Exception as error:  # its files went meanwhile, say, or memory is short; it runs as it is
+            why = f"{type(error).__name__}: {error}"
+            print(f"engine: {model.name} stays on torch's operators: {why}", file=sys.stderr, flush=True)
             return
         self._steps.post(Upgrade(model, decoder, kernels))
         self._loaded[model.name] = replace(self._loaded[model.name], weights=decoder.weights_description)
@@ -218,6 +219,7 @@ class _Engine:
     async def _unload(self, name: str) -> None:
         async with self._load_lock:  # in the order in which the node asked
             self._loaded.pop(name, None)
+            self._paths.pop(name, None)
             if self._models.pop(name, None) is not None:
                 self._steps.post(Remove(name))
 

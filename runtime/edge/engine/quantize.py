@@ -149,15 +149,23 @@ def quantize_tensors(
         for linear, names in _MATRICES.items():
             errors = Errors(inputs[i].pop(linear).moments()) if recipe.search else None
             for name in (f"layers.{i}.{name}.weight" for name in names):
-                yield name, _rounded(checkpoint.tensor(name).float(), recipe, recipe.bits, errors)
+                yield name, _rounded(checkpoint.tensor(name).float(), recipe, _bits(checkpoint, name, recipe), errors)
         progress(i + 1, num_layers)
 
 
 EMBEDDINGS = ("embed.weight", "head.weight")
 
 
+def _bits(checkpoint: Checkpoint, name: str, recipe: Recipe) -> Literal[4, 8]:
+    """Bits of the matrix `name`: 8 for those that matter more than their size."""
+    if name in EMBEDDINGS:
+        stored = checkpoint.quantized(name)
+        return 4 if stored is not None and stored.bits == 4 else 8
+    return 8 if name.endswith(".attention.v.weight") else recipe.bits
+
+
 def _embedding(checkpoint: Checkpoint, name: str, recipe: Recipe) -> Quantized:
-    """Embedding and head matter more than other matrices: they stay as they are stored, or get 8 bits."""
+    """Embedding and head stay as they are stored, if that is as codes."""
     stored = checkpoint.quantized(name)
     return stored if stored is not None else _rounded(checkpoint.tensor(name), recipe, 8, None)
 
@@ -285,11 +293,8 @@ def _pieces(tokenizer: Tokenizer, path: Path, model: Decoder) -> list[list[int]]
 
 
 def _quantization(checkpoint: Checkpoint, recipe: Recipe) -> Quantization:
-    exceptions: dict[str, Literal[4, 8]] = {}
-    for name in EMBEDDINGS:
-        if name in checkpoint.names():
-            stored = checkpoint.quantized(name)
-            exceptions[name] = 4 if stored is not None and stored.bits == 4 else 8
+    bits = {name: _bits(checkpoint, name, recipe) for name in checkpoint.names()}
+    exceptions = {name: number for name, number in bits.items() if number != recipe.bits}
     return Quantization(bits=recipe.bits, group_size=recipe.group, symmetric=recipe.symmetric, bits_by_name=exceptions)
 
 

@@ -90,29 +90,25 @@ class ModelRunner:
         return self.model.logits(hidden)
 
     def _run_one_by_one(self, chunks: list[Chunk]) -> Tensor:
-        """Every token as a step of its own: slow, but the same operations on the same shapes whatever else runs."""
-        logits = []
-        for chunk in chunks:
-            num_rows = 1 + chunk.num_draft if chunk.completes else 0
-            singles = list(_singles(chunk))
-            for i, single in enumerate(singles):
-                row = self._forward([single])
-                if len(singles) - i <= num_rows:
-                    logits.append(row)
-        return torch.cat(logits) if logits else torch.empty(0, self.model.config.vocab_size, device=self.device)
+        """Every token as a step of its own: slow, but the same operations on the same shapes whatever else runs.
+
+        Nothing is guessed then (see `LoadedModel.num_guesses`), so that only a sequence's last token has logits.
+        """
+        return torch.cat([self._forward([single]) for chunk in chunks for single in _singles(chunk)])
 
     def _step_adapters(self, chunks: list[Chunk]) -> StepAdapters | None:
         if not self.adapters:
             return None
-        used: dict[Adapter, int] = {}
+        # In one order, so that few tables serve many batches.
+        used = sorted({a for c in chunks if (a := self.adapters.get(c.sequence.id))}, key=lambda adapter: adapter.key)
+        numbers = {adapter: number for number, adapter in enumerate(used)}
         rows: list[int] = []
         which: list[int] = []
         row = 0
         for chunk in chunks:
             if adapter := self.adapters.get(chunk.sequence.id):
-                number = used.setdefault(adapter, len(used))
                 rows += range(row, row + chunk.num_tokens)
-                which += [number] * chunk.num_tokens
+                which += [numbers[adapter]] * chunk.num_tokens
             row += chunk.num_tokens
         if not rows:
             return None

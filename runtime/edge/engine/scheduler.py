@@ -52,7 +52,7 @@ class Sequence:
     """Prompt tokens that were found in the KV cache when the sequence first ran."""
     num_preemptions: int = 0
     shareable: bool = True
-    """Whether others may find its pages."""
+    """Whether its pages can be found, by others and by itself after a preemption."""
     pages: list[int] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)
     """Keys of the full pages, as far as they were needed yet."""
@@ -369,6 +369,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.num_preemptions += 1
+        sequence.draft = []
         bisect.insort(self.waiting, sequence, key=_rank)
 
     def _release(self, sequence: Sequence) -> None:

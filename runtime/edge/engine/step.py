@@ -103,7 +103,7 @@ class Step:
         return Group(int(self.host_starts[first]), N, pages_there, positions_there)
 
 
-def build_step(chunks: Items[Chunk], page_size: int, device: torch.device, adapters: Adapters | None = None) -> Step:
+def build_step(chunks: Items[Chunk], page_size: int, device: torch.device) -> Step:
     """The step that computes `chunks`, at least one, in their order.
 
     A chunk's tokens are those after the computed ones of its sequence: its own, then the guessed ones of its draft.
@@ -142,7 +142,6 @@ def build_step(chunks: Items[Chunk], page_size: int, device: torch.device, adapt
         host_lengths=lengths,
         host_page_table=page_table,
         page_size=page_size,
-        adapters=adapters,
     )
 
 

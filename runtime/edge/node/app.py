@@ -62,9 +62,10 @@ class Node:
         self._stand_ins = _stand_ins(config)
         self.catalogue = Catalogue(self._served.values(), self._stand_ins, prices)
         self.pool = LocalPool(self._paths(self._served), config.engine, config.state_dir / "cache" / "kernels")
-        sharing = frozenset([config.account_id] if config.ai and config.ai.share_prefixes else [])
-        self._gate = Gate(self.pool, self.catalogue, self._ledger, sharing=sharing)
-        self.isolates = Isolates(_AiBinding(self._gate, config.account_id), config.limits, self._on_log)
+        self._gate = Gate(self.pool, self.catalogue, self._ledger)
+        self._binding = _AiBinding(self._gate, config.account_id)
+        self.isolates = Isolates(self._binding, config.limits, self._on_log)
+        self.use_ai(config)
         ingress = Ingress(self.isolates, show_tracebacks=show_tracebacks, error_log=say)
         doors = Starlette(routes=api.routes(self._gate, tokens=tokens, health=self._health))
         # The default, and not a route for every path, because no route matches a path with a line break (%0A).
@@ -105,10 +106,12 @@ class Node:
         """
         await self.isolates.deploy(bundle)
 
-    def use_stand_ins(self, config: Config) -> None:
-        """Take over `[ai.models]` of `config`."""
+    def use_ai(self, config: Config) -> None:
+        """Take over `[ai]` of `config`."""
         self._stand_ins = _stand_ins(config)
         self.catalogue.update(self._served.values(), self._stand_ins)
+        self._binding.priority = config.ai.priority if config.ai else 0
+        self._gate.sharing = frozenset([config.account_id] if config.ai and config.ai.share_prefixes else [])
 
     def _installed(self) -> dict[str, Manifest]:
         return {manifest.name: manifest for manifest in self._store.list()}
@@ -157,6 +160,7 @@ class _AiBinding:
     """`env.AI` of a worker: the gate, on the worker's account."""
 
     def __init__(self, gate: Gate, account: str) -> None:
+        self.priority = 0
         self._gate = gate
         self._account = account
 
@@ -170,6 +174,7 @@ class _AiBinding:
             request_id=new_id(),
             worker=bundle.worker,
             version=bundle.version,
+            priority=self.priority,
         )
         answer = await run_binding(self._gate, principal, model, inputs, options)
         info = {"requestId": principal.request_id, "status": 200}

@@ -152,7 +152,7 @@ async def _reload(node: Node, running: Config, warned: set[str]) -> None:
         except ConfigError as error:
             _say(f"error: {error.message}\nThe worker keeps running with the old configuration.")
             return
-    node.use_stand_ins(config)
+    node.use_ai(config)
     if await _deploy(node, config):
         _say(f"Reloaded in {(time.perf_counter() - started) * 1000:.0f} ms")
     if fixed := _only_at_start(running, config):

@@ -308,7 +308,7 @@ class LocalPool:
                 engine.ready = frame
                 self._num_failed_starts = 0
                 engine.load(self._models, self._config)
-            case ModelLoaded() | ModelFailed():
+            case ModelLoaded() | ModelFailed() if frame.model in engine.loading or frame.model in engine.models:
                 engine.models[frame.model] = frame
                 engine.loading.discard(frame.model)
                 if isinstance(frame, ModelFailed):
@@ -355,6 +355,7 @@ class _Engine:
     def unload(self, names: Iterable[str]) -> None:
         for name in names:
             self.models.pop(name, None)
+            self.loading.discard(name)
             self.send(UnloadModel(name))
 
     def open(self, request: Generate, max_waiting: int, on_usage: OnUsage) -> _Call:

@@ -1,7 +1,8 @@
 """Weights as small integers with a scale and a minimum per group: the form that files, quantizer and kernels share.
 
 `w[n, k] = codes[n, k] * scales[n, k // group] + minimums[n, k // group]`, with codes from 0 to 2^bits - 1. Symmetric
-formats are those whose minimum is -2^(bits-1) times the scale. GGUF's Q4_0, Q4_1, Q8_0 and K types are exactly this.
+formats are those whose minimum is -2^(bits-1) times the scale. GGUF's Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are exactly this;
+Q4_K, Q5_K and Q6_K are once the products of their two scales are rounded to float16.
 
 This module knows nothing about files or kernels.
 """

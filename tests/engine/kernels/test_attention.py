@@ -14,18 +14,26 @@ SHAPES = {
     "plain": shape(9, 3, 64),
     "as many kv heads": shape(2, 2, 32),
     "one kv head": shape(50, 1, 32),
+    "odd": shape(4, 2, 48),
     "window": shape(6, 2, 96, window=20),
     "long window": shape(4, 2, 32, window=300),
     "softcap": shape(4, 4, 128, softcap=2.0),
     "all": shape(8, 1, 256, window=70, softcap=3.0, normed=True),
 }
-TOLERANCE = {
-    # A key that is rounded to another bfloat16 or code, because its last bit came out otherwise, moves a result more.
-    "float32": 2e-6,
-    "bfloat16": 2e-4,
-    "int8": 2e-4,
-    "int4": 3e-3,
+RELATIVE_ERROR = {
+    # Native products are of bfloat16 numbers where keys and values are no more exact than that.
+    "float32": 1e-6,
+    "bfloat16": 3e-3,
+    "int8": 3e-3,
+    "int4": 8e-3,
 }
+LARGEST_ERROR = {"float32": 4e-6, "bfloat16": 2e-2, "int8": 2e-2, "int4": 4e-2}
+"""A key or value that is rounded to another code, because its last bit came out otherwise, moves a result more."""
+
+
+def assert_near(got: torch.Tensor, expected: torch.Tensor, format: str) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=LARGEST_ERROR[format])
+    assert (got - expected).norm() / expected.norm() < RELATIVE_ERROR[format]
 
 
 def mixed(attending: Attending) -> torch.Tensor:
@@ -45,12 +53,13 @@ LENGTHS = [90, 620, 60]
 @pytest.mark.parametrize("name", SHAPES)
 def test_it_equals_torch(kernels: Kernels, name: str, format: str) -> None:
     kind = SHAPES[name]
+    if why_not_native(kind.num_heads, kind.num_kv_heads, kind.head_dim, format):
+        pytest.skip("goes to torch")
     got, expected = (
         mixed(Attending(attention, kind, make_cache(format, kind), LENGTHS, num_rotary=kind.head_dim // 2))
         for attention in (NativeAttention(kernels), paged_attention)
     )
-    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[format])
-    assert (got - expected).norm() / expected.norm() < 1e-4
+    assert_near(got, expected, format)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -60,7 +69,7 @@ def test_it_equals_the_reference(kernels: Kernels, format: str) -> None:
         torch.cat(Attending(attention, kind, make_cache(format, kind), [70, 20]).finish(24))
         for attention in (NativeAttention(kernels), paged_attention_reference)
     )
-    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[format])
+    assert_near(got, expected, format)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +82,7 @@ def test_int4_options(kernels: Kernels, options: Int4Options) -> None:
         mixed(Attending(attention, kind, make_cache("int4", kind, int4=options), LENGTHS))
         for attention in (NativeAttention(kernels), paged_attention)
     )
-    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE["int4"])
+    assert_near(got, expected, "int4")
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -91,7 +100,7 @@ def test_both_store_the_same(kernels: Kernels, format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", ["plain", "as many kv heads", "long window", "all"])
+@pytest.mark.parametrize("name", ["plain", "as many kv heads", "one kv head", "long window", "all"])
 def test_a_row_is_the_same_bits_in_every_company(kernels: Kernels, name: str, format: str) -> None:
     kind = SHAPES[name]
 
@@ -142,6 +151,21 @@ def test_nan_reaches_every_later_token_of_its_sequence_and_no_other(kernels: Ker
     assert second.isfinite().all()
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_task_leaves_nothing_behind_for_the_next_one_of_its_thread(kernels: Kernels, format: str) -> None:
+    kind = SHAPES["plain"]
+    attending = Attending(NativeAttention(kernels), kind, make_cache(format, kind), [200, 20, 5])
+    attending.inputs[0][30:100, -64:] = torch.inf  # values, on pages that later queries no longer read in full precision
+    kernels.num_threads, before = 1, kernels.num_threads
+    try:
+        attending.step((0, 199))
+        attending.step((0, 1), (1, 20), (2, 5))
+    finally:
+        kernels.num_threads = before
+    assert attending.outputs[1].isfinite().all()
+    assert attending.outputs[2].isfinite().all()
+
+
 def test_side_pages_that_are_lost(kernels: Kernels) -> None:
     kind = SHAPES["plain"]
 
@@ -149,7 +173,7 @@ def test_side_pages_that_are_lost(kernels: Kernels) -> None:
         attending = Attending(attention, kind, make_cache("int4", kind, num_side_pages=5), LENGTHS)
         return mixed(attending)
 
-    torch.testing.assert_close(run(NativeAttention(kernels)), run(paged_attention), rtol=0, atol=TOLERANCE["int4"])
+    assert_near(run(NativeAttention(kernels)), run(paged_attention), "int4")
 
 
 def test_what_it_cannot_do_goes_to_torch(kernels: Kernels) -> None:

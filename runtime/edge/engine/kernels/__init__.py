@@ -36,6 +36,9 @@ FLAGS = (
 """No -ffast-math: the order of every sum is part of what a kernel promises."""
 COMPILE_TIMEOUT_S = 300.0
 
+_BUILDING = "building-"
+_DIGEST_BYTES = 32
+
 
 class KernelsUnavailable(Exception):
     """The kernels cannot be built or loaded here, and why; everything works without them, more slowly."""
@@ -75,14 +78,34 @@ def load(cache_dir: Path) -> Kernels:
     """
     found = compiler()
     if found is None:
-        raise KernelsUnavailable("no C++ compiler was found; install one (on Debian: apt install g++)")
+        raise KernelsUnavailable(_why_no_compiler())
     try:
         path = cache_dir / f"kernels-{_key(found)}.so"
-        if not path.exists():
+        if not _is_whole(path):
             _build(found, path)
+    except subprocess.TimeoutExpired:
+        raise KernelsUnavailable(f"{found} did not finish within {COMPILE_TIMEOUT_S:g} s") from None
+    except OSError as error:
+        raise KernelsUnavailable(f"they cannot be compiled into {cache_dir}: {error}") from error
+    try:
         return Kernels(path)
     except OSError as error:
-        raise KernelsUnavailable(str(error)) from error
+        raise KernelsUnavailable(f"{error}; remove {path} to have it compiled again") from error
+
+
+def _why_no_compiler() -> str:
+    if named := os.environ.get("CXX"):
+        return f"CXX is {named!r}, which is no program here; set it to the path of a C++ compiler, or unset it"
+    return "no C++ compiler was found; install one (on Debian: apt install g++)"
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether `path` is there as `_build` left it."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    return content[-_DIGEST_BYTES:] == hashlib.sha256(content[:-_DIGEST_BYTES]).digest()
 
 
 def _key(found: str) -> str:
@@ -108,15 +131,17 @@ def _build(found: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with (path.parent / "build.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two engines that start at once build it once
-        if path.exists():
+        if _is_whole(path):
             return
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        for leftover in path.parent.glob(f"{_BUILDING}*"):  # of one that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=_BUILDING, dir=path.parent) as folder:
             built = Path(folder) / path.name
             command = [found, *FLAGS, *map(str, sources()), "-o", str(built)]
-            try:
-                result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                raise KernelsUnavailable(f"{found} did not finish within {COMPILE_TIMEOUT_S:g} s") from None
+            result = subprocess.run(command, capture_output=True, check=False, timeout=COMPILE_TIMEOUT_S)
             if result.returncode != 0:
-                raise KernelsUnavailable(f"{found} failed: {result.stderr.strip()[-2000:]}")
+                reason = result.stderr.decode(errors="replace").strip()
+                raise KernelsUnavailable(f"{found} failed: {reason[-2000:]}")
+            content = built.read_bytes()
+            built.write_bytes(content + hashlib.sha256(content).digest())
             built.rename(path)

@@ -9,13 +9,18 @@
 // position alone: products run over D in order; keys come in blocks of 64 at fixed places, blocks in splits of 256,
 // and splits are merged in order, whether one thread does them all or each is a task. Hidden keys add exact zeros.
 //
-// A page is turned into floats once for all rows of a task, into memory of at most the second-level cache. Then both
-// products, of queries with keys and of weights with values, are the same small matrix product: 6 rows by 4 vectors.
+// The products of the formats below float32 are of bfloat16 numbers, in pairs, added up in float32: queries and weights
+// are rounded like the keys and values that they meet. Codes are exact in bfloat16; their scales are applied to scores
+// and weights. A page is turned into pairs (or floats) once for all rows of a task, into memory of the first-level
+// cache. Then both products, of queries with keys and of weights with values, are the same small matrix product: 12
+// rows by 2 vectors. Weights are 2^(score - M) with a whole number M: the factor between two such M is exact, and so
+// the rounding of a weight does not depend on the M of its time.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "pool.h"
@@ -29,10 +34,12 @@ constexpr int kPage = 16;
 constexpr int kBlockPages = 4;
 constexpr int kBlock = kBlockPages * kPage;
 constexpr int kSplit = 256;
+constexpr int kSplitPages = kSplit / kPage;
 constexpr int kMaxD = 256;
 constexpr int kMaxRows = 48;
-constexpr int kGroup = 6;             // rows of the small product
-constexpr int kStride = kMaxD + 16;   // of rows in scratch memory; rows at a power of two would share cache sets
+constexpr int kGroup = 12;   // rows of the small product
+constexpr int kFewRows = 4;  // so few of them multiply with bfloat16 pages as they are
+constexpr int kStride = kMaxD + 16;  // of rows in scratch memory; rows at a power of two would share cache sets
 constexpr int kScoreStride = kBlock + 16;
 constexpr int kStoreTokens = 64;     // tokens whose keys and values one task stores
 constexpr float kSmallestScale = 1e-37f;  // as in engine/kv_cache.py
@@ -83,17 +90,9 @@ inline Ints lanes() { return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 
 
 #if defined(__AVX512F__)
 inline Floats floats(I8x16 x) { return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x)); }
-inline Floats floats_of_nibbles(U8x16 x, bool high) {
-  __m512i wide = _mm512_cvtepu8_epi32((__m128i)x);
-  return (Floats)_mm512_cvtepi32_ps(high ? _mm512_srli_epi32(wide, 4) : _mm512_and_si512(wide, _mm512_set1_epi32(15)));
-}
 inline Floats floats(U16x16 x) { return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16); }
 #else
 inline Floats floats(I8x16 x) { return __builtin_convertvector(__builtin_convertvector(x, Ints), Floats); }
-inline Floats floats_of_nibbles(U8x16 x, bool high) {
-  Ints wide = __builtin_convertvector(x, Ints);
-  return __builtin_convertvector(high ? wide >> 4 : wide & 15, Floats);
-}
 inline Floats floats(U16x16 x) { return (Floats)(__builtin_convertvector(x, Bits) << 16); }
 #endif
 
@@ -109,6 +108,42 @@ inline U16x16 bfloat16s(Floats x) {  // to nearest, ties to even; NaN stays NaN
   return __builtin_convertvector(x != x ? (raw >> 16) | 0x40 : rounded, U16x16);
 }
 
+// Two bfloat16 numbers in each lane: the first in its lower half.
+inline Bits pairs(U16x16 first, U16x16 second) {
+#if defined(__AVX512BW__)
+  const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)first), (__m256i)second, 1);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return (Bits)_mm512_permutexvar_epi16(order, both);
+#else
+  return __builtin_convertvector(first, Bits) | __builtin_convertvector(second, Bits) << 16;
+#endif
+}
+inline Floats first_of(Bits pairs) { return (Floats)(pairs << 16); }
+inline Floats second_of(Bits pairs) { return (Floats)(pairs & 0xFFFF0000u); }
+// Of floats that are bfloat16 numbers.
+inline Bits exact_pairs(Floats first, Floats second) { return (Bits)first >> 16 | (Bits)second; }
+// The sixteen floats of `first` and then those of `second`, rounded to bfloat16, neighbours in pairs.
+inline Bits rounded_neighbours(Floats first, Floats second) {
+#if defined(__AVX512BF16__)
+  return (Bits)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+#else
+  const U16x16 halves[2] = {bfloat16s(first), bfloat16s(second)};
+  return load<Bits>(halves);
+#endif
+}
+
+// body(0), body(1) ...: constants, so that the compiler keeps arrays that they index in registers.
+template <int... I, class Body>
+EDGE_INLINE void unrolled(std::integer_sequence<int, I...>, const Body& body) {
+  (body(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class Body>
+EDGE_INLINE void unrolled(const Body& body) {
+  unrolled(std::make_integer_sequence<int, N>{}, body);
+}
+#define INLINED __attribute__((always_inline))
+
 // Sums and maxima of 16 lanes, always as the same tree.
 template <class Combine>
 inline float reduce(Floats x, Combine combine) {
@@ -118,28 +153,46 @@ inline float reduce(Floats x, Combine combine) {
   x = combine(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
   return x[0];
 }
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats larger(Floats a, Floats b) {  // b if one is NaN
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 inline float total(Floats x) {
   return reduce(x, [](Floats a, Floats b) { return a + b; });
 }
 inline float maximum(Floats x) { return reduce(x, larger); }
 
-// 2^x for x <= 0, exact at 0; 0 below -126; NaN stays NaN.
+// 2^x for x <= 0, exact for whole numbers; NaN stays NaN.
 inline Floats exp2_(Floats x) {
-  Floats clamped = x < -126.0f ? splat(-126.0f) : x;
-  Ints whole = round_to_ints(clamped);
-  Floats f = clamped - to_floats(whole);  // -0.5 to 0.5
-  Floats p = splat(1.5403530e-4f);        // ln(2)^n / n!
-  p = p * f + 1.3333558e-3f;
-  p = p * f + 9.6181291e-3f;
-  p = p * f + 5.5504109e-2f;
-  p = p * f + 2.4022651e-1f;
-  p = p * f + 6.9314718e-1f;
-  p = p * f + 1.0f;
-  Floats power = (Floats)((whole + 127) << 23);
-  return x < -126.0f ? Floats{} : p * power;
+#if defined(__AVX512DQ__)
+  const Floats f = (Floats)_mm512_reduce_ps((__m512)x, 8);  // x less the nearest whole number; 0 for -infinity
+#else
+  const Floats clamped = x < -126.0f ? splat(-126.0f) : x;
+  const Ints whole = round_to_ints(clamped);
+  const Floats f = clamped - to_floats(whole);
+#endif
+  Floats p = splat(1.32647273e-3f);  // the best of degree 5 for -0.5 to 0.5, relative error 1e-7
+  p = multiply_add(p, f, splat(9.67151299e-3f));
+  p = multiply_add(p, f, splat(5.55073358e-2f));
+  p = multiply_add(p, f, splat(2.40222424e-1f));
+  p = multiply_add(p, f, splat(6.93147004e-1f));
+  p = multiply_add(p, f, splat(1.0f));
+#if defined(__AVX512DQ__)
+  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)(x - f));
+#else
+  return x < -126.0f ? Floats{} : p * (Floats)((whole + 127) << 23);
+#endif
 }
-inline float exp2_(float x) { return exp2_(splat(x))[0]; }
+// 2^x for a whole number x <= 0; 0 below -126.
+inline float power_of_two(float x) {
+  const uint32_t raw = x < -126.0f ? 0 : uint32_t(int32_t(x) + 127) << 23;
+  float power;
+  std::memcpy(&power, &raw, sizeof power);
+  return power;
+}
 
 // tanh(x) = sign(x) * (1 - e) / (1 + e), e = exp(-2 |x|)
 inline Floats tanh_(Floats x) {
@@ -149,14 +202,18 @@ inline Floats tanh_(Floats x) {
   return x < 0.0f ? -t : t;
 }
 
+// Rows of q and weights, keys and values are of floats, or of pairs of bfloat16 numbers in the same 32 bits.
 struct Scratch {
-  alignas(64) float q[kMaxRows * kStride];
+  alignas(64) uint32_t q[kMaxRows * kStride];
   alignas(64) float acc[kMaxRows * kStride];
   alignas(64) float total[kMaxRows * kStride];
-  alignas(64) float keys[kBlockPages * kMaxD * kPage];
-  alignas(64) float values[kBlock * kMaxD];
-  alignas(64) float scores[kMaxRows * kScoreStride];
-  alignas(64) float head[kMaxD];
+  alignas(64) uint32_t keys[kBlock * kMaxD];
+  alignas(64) uint32_t values[kBlock * kMaxD];
+  alignas(64) float key_scales[kBlock], value_scales[kBlock], value_minimums[kBlock];
+  alignas(64) float scores[kGroup * kScoreStride];
+  alignas(64) uint32_t weights[kGroup * kScoreStride];
+  Floats sums[kMaxRows], minimums[kMaxRows];  // lane by lane, of the weights and of the weights times minimums
+  float factors[kMaxRows];  // by which a block's new maximum scales what was before it
   float max[kMaxRows], sum[kMaxRows], total_max[kMaxRows], total_sum[kMaxRows];
   int position[kMaxRows];
 };
@@ -167,6 +224,7 @@ struct Task {
   int split;                // of the keys; -1: all, and the results are final
   int partial;              // where the results of a split go
   long cost;
+  const Task* next;  // what this thread probably does next, or null
 };
 
 struct Call {
@@ -194,7 +252,14 @@ void norm(float* x, int D, const float* weight, float eps) {
 }
 
 void rotate(float* x, const float* cos, const float* sin, int half) {
-  for (int i = 0; i < half; i++) {
+  int i = 0;
+  for (; i + 16 <= half; i += 16) {
+    const Floats low = load<Floats>(x + i), high = load<Floats>(x + i + half);
+    const Floats c = load<Floats>(cos + i), s = load<Floats>(sin + i);
+    store(x + i, low * c - high * s);
+    store(x + i + half, high * c + low * s);
+  }
+  for (; i < half; i++) {
     float low = x[i], high = x[i + half];
     x[i] = low * cos[i] - high * sin[i];
     x[i + half] = high * cos[i] + low * sin[i];
@@ -229,7 +294,7 @@ void hadamard(float* x, int D) {
 __attribute__((noinline)) void prepare(
   const Call& call, int row, const float* from, float* to, const float* weight, float eps) {
   const int D = call.layer.head_dim;
-  std::memcpy(to, from, D * sizeof(float));
+  for (int d = 0; d < D; d += 16) store(to + d, load<Floats>(from + d));
   if (weight) norm(to, D, weight, eps);
   const size_t at = size_t(row) * call.half_rotary;
   rotate(to, call.cos + at, call.sin + at, call.half_rotary);
@@ -364,270 +429,156 @@ void store_tokens(const Call& call, int b, int kv_head, int first, int end) {
   }
 }
 
-// ---- pages to floats ----
+// ---- pages to floats and pairs ----
 
-void expand_bfloat16(const uint16_t* from, float* to, int count) {
-  for (int i = 0; i < count; i += 16) store(to + i, floats(load<U16x16>(from + i)));
+// One page of one head, as the rows of a task see it.
+struct Page {
+  int format;
+  const void *keys, *values;
+  const uint16_t *key_scales, *value_scales, *value_minimums;  // or null
+};
+
+size_t page_bytes(int format, int D) {
+  static constexpr int kBits[] = {32, 16, 8, 4};
+  return size_t(kPage) * D * kBits[format] / 8;
 }
 
-void expand_keys(const EdgeAttentionLayer& layer, size_t page, float* to) {  // (D, 16)
-  const int D = layer.head_dim;
-  switch (layer.format) {
-    case kFloat32:
-      std::memcpy(to, static_cast<const float*>(layer.keys) + page * D * kPage, D * kPage * sizeof(float));
+Page page_of(const Call& call, const Task& task, int index, int query_page) {
+  const EdgeAttentionLayer& layer = call.layer;
+  const int number = call.pages(task.sequence)[index], D = layer.head_dim;
+  const auto part = [](const void* plane, size_t bytes) { return static_cast<const char*>(plane) + bytes; };
+  if (layer.format == kInt4 && (index < layer.sink_pages || index > query_page - layer.window_pages)) {
+    const int side = call.step.side_of_page[number];
+    if (side >= 0) {
+      const size_t at = (size_t(task.kv_head) * layer.num_side_pages + side) * page_bytes(kBfloat16, D);
+      return {kBfloat16, part(layer.side_keys, at), part(layer.side_values, at), nullptr, nullptr, nullptr};
+    }
+  }
+  const size_t page = size_t(task.kv_head) * layer.num_pages + number, at = page * page_bytes(layer.format, D);
+  const auto scales = [&](const uint16_t* plane) { return plane ? plane + page * kPage : nullptr; };
+  return {layer.format,
+          part(layer.keys, at),
+          part(layer.values, at),
+          scales(layer.key_scales),
+          scales(layer.value_scales),
+          scales(layer.value_minimums)};
+}
+
+// Sixteen pairs of int4 codes, one in the lowest four bits of each half of a lane, less `zero`.
+inline Bits pairs_of_codes(Bits codes, float zero) {
+  const Floats first = to_floats((Ints)(codes & 15)) - zero, second = to_floats((Ints)(codes >> 16 & 15)) - zero;
+  return exact_pairs(first, second);
+}
+inline Bits wide(U8x16 x) {
+#if defined(__AVX512F__)
+  return (Bits)_mm512_cvtepu8_epi32((__m128i)x);
+#else
+  return __builtin_convertvector(x, Bits);
+#endif
+}
+
+// Every reader of pages asks for the memory that is read a block later, line by line as it goes: the processor's own
+// prefetching starts too late in the few kilobytes that a page has in one place, and a core waits for only so many
+// lines at a time. Inlined, because the compiler takes a function that only prefetches for one without effect.
+EDGE_INLINE void prefetch(const void* from, int byte) {
+  __builtin_prefetch(static_cast<const char*>(from) + byte);
+}
+
+void copy(const void* from, const void* next, int count, uint32_t* to) {
+  for (int i = 0; i < count; i += kLanes) {
+    prefetch(next, i * 4);
+    store(to + i, load<Bits>(static_cast<const uint32_t*>(from) + i));
+  }
+}
+
+// Keys as (D/2, 16) pairs of dimensions d and d + D/2, or as (D, 16) floats; without their scales.
+void expand_keys(const Page& page, const Page& next, int D, uint32_t* to) {
+  const int half = D / 2 * kPage;
+  switch (page.format) {
+    case kFloat32: copy(page.keys, next.keys, D * kPage, to); break;
+    case kBfloat16: {
+      const uint16_t* from = static_cast<const uint16_t*>(page.keys);
+      for (int i = 0; i < half; i += kPage) {
+        prefetch(next.keys, i * 4);
+        store(to + i, pairs(load<U16x16>(from + i), load<U16x16>(from + half + i)));
+      }
       break;
-    case kBfloat16:
-      expand_bfloat16(static_cast<const uint16_t*>(layer.keys) + page * D * kPage, to, D * kPage);
-      break;
+    }
     case kInt8: {
-      const int8_t* codes = static_cast<const int8_t*>(layer.keys) + page * D * kPage;
-      const Floats scale = floats(load<U16x16>(layer.key_scales + page * kPage));
-      for (int i = 0; i < D * kPage; i += kPage) store(to + i, floats(load<I8x16>(codes + i)) * scale);
+      const int8_t* from = static_cast<const int8_t*>(page.keys);
+      for (int i = 0; i < half; i += kPage) {
+        prefetch(next.keys, i * 2);
+        store(to + i, exact_pairs(floats(load<I8x16>(from + i)), floats(load<I8x16>(from + half + i))));
+      }
       break;
     }
     case kInt4: {
-      const int half = D / 2 * kPage;
-      const uint8_t* codes = static_cast<const uint8_t*>(layer.keys) + page * half;
-      const Floats scale = floats(load<U16x16>(layer.key_scales + page * kPage));
+      const uint8_t* from = static_cast<const uint8_t*>(page.keys);
       for (int i = 0; i < half; i += kPage) {
-        U8x16 packed = load<U8x16>(codes + i);
-        store(to + i, (floats_of_nibbles(packed, false) - 7.5f) * scale);
-        store(to + half + i, (floats_of_nibbles(packed, true) - 7.5f) * scale);
+        prefetch(next.keys, i);
+        const Bits packed = wide(load<U8x16>(from + i));
+        store(to + i, pairs_of_codes(packed | packed << 12, 7.5f));
       }
       break;
     }
   }
 }
 
-void expand_values(const EdgeAttentionLayer& layer, size_t page, int count, float* to) {  // (count, D)
-  const int D = layer.head_dim;
-  switch (layer.format) {
-    case kFloat32:
-      std::memcpy(to, static_cast<const float*>(layer.values) + page * D * kPage, count * D * sizeof(float));
-      break;
-    case kBfloat16:
-      expand_bfloat16(static_cast<const uint16_t*>(layer.values) + page * D * kPage, to, count * D);
-      break;
-    case kInt8:
-      for (int token = 0; token < count; token++) {
-        const int8_t* codes = static_cast<const int8_t*>(layer.values) + (page * kPage + token) * D;
-        const float scale = float_of(layer.value_scales[page * kPage + token]);
-        for (int d = 0; d < D; d += 16) store(to + token * D + d, floats(load<I8x16>(codes + d)) * scale);
-      }
-      break;
-    case kInt4:
-      for (int token = 0; token < count; token++) {
-        const size_t at = page * kPage + token;
-        const int half = D / 2;
-        const uint8_t* codes = static_cast<const uint8_t*>(layer.values) + at * half;
-        const float scale = float_of(layer.value_scales[at]), minimum = float_of(layer.value_minimums[at]);
-        float* row = to + token * D;
-        for (int d = 0; d < half; d += 16) {
-          U8x16 packed = load<U8x16>(codes + d);
-          store(row + d, floats_of_nibbles(packed, false) * scale + minimum);
-          store(row + half + d, floats_of_nibbles(packed, true) * scale + minimum);
-        }
-      }
-      break;
-  }
-}
-
-// Keys first_key to first_key + count of sequence b, as a query in page `query_page` sees them.
-void expand_block(const Call& call, int b, int kv_head, int first_key, int count, int query_page, Scratch& s) {
-  const EdgeAttentionLayer& layer = call.layer;
-  const int D = layer.head_dim;
-  for (int done = 0; done < count; done += kPage) {
-    const int index = (first_key + done) / kPage, number = call.pages(b)[index];
-    const int num_keys = std::min(kPage, count - done);
-    float *keys = s.keys + done * D, *values = s.values + done * D;
-    int side = -1;
-    if (layer.format == kInt4 && (index < layer.sink_pages || index > query_page - layer.window_pages))
-      side = call.step.side_of_page[number];
-    if (side >= 0) {
-      const size_t at = (size_t(kv_head) * layer.num_side_pages + side) * D * kPage;
-      expand_bfloat16(layer.side_keys + at, keys, D * kPage);
-      expand_bfloat16(layer.side_values + at, values, num_keys * D);
-    } else {
-      const size_t page = size_t(kv_head) * layer.num_pages + number;
-      expand_keys(layer, page, keys);
-      expand_values(layer, page, num_keys, values);
-    }
-  }
-}
-
-// Inlined, because the compiler takes a function that only prefetches for one without effect, and drops calls of it.
-EDGE_INLINE void prefetch(const char* from, size_t num_bytes) {
-  for (size_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
-}
-
-// Ask for the keys, or the values, of a block ahead of their use. The processor's own prefetching starts too late in
-// the few kilobytes that a block has in one place.
-EDGE_INLINE void prefetch_block(const Call& call, const Task& task, bool values, int first_key, int end) {
-  const EdgeAttentionLayer& layer = call.layer;
-  static constexpr int kBits[] = {32, 16, 8, 4};
-  const size_t num_bytes = size_t(kPage) * layer.head_dim * kBits[layer.format] / 8;
-  const char* plane = static_cast<const char*>(values ? layer.values : layer.keys);
-  const uint16_t* scales = values ? layer.value_scales : layer.key_scales;
-  for (int key = first_key; key < std::min(first_key + kBlock, end); key += kPage) {
-    const size_t page = size_t(task.kv_head) * layer.num_pages + call.pages(task.sequence)[key / kPage];
-    prefetch(plane + page * num_bytes, num_bytes);
-    if (scales) __builtin_prefetch(scales + page * kPage);
-    if (values && layer.value_minimums) __builtin_prefetch(layer.value_minimums + page * kPage);
-  }
-}
-
-// ---- the small matrix product ----
-
-// c (R, N vectors) [+]= a (R, steps) times b (steps, N vectors): vector j of step t of b is at
-// b + j * b_stride + t * b_step.
-// Otherwise the compiler loads a vector again for every row, and loads are what this is short of.
-#if defined(__AVX512F__)
-#define KEEP_IN_REGISTER(v) __asm__("" : "+v"(v))
-#else
-#define KEEP_IN_REGISTER(v)
-#endif
-
-template <int R, int N>
-void product(const float* a, int a_stride, const float* b, int b_stride, int b_step, int steps, float* c, int c_stride,
-      bool add) {
-  Floats acc[R][N];
-  for (int r = 0; r < R; r++)
-    for (int j = 0; j < N; j++) acc[r][j] = add ? load<Floats>(c + r * c_stride + j * 16) : Floats{};
-  for (int t = 0; t < steps; t++) {
-    Floats v[N];
-    for (int j = 0; j < N; j++) {
-      v[j] = load<Floats>(b + j * b_stride + size_t(t) * b_step);
-      KEEP_IN_REGISTER(v[j]);
-    }
-    for (int r = 0; r < R; r++) {
-      const Floats weight = splat(a[r * a_stride + t]);
-      for (int j = 0; j < N; j++) acc[r][j] += weight * v[j];
-    }
-  }
-  for (int r = 0; r < R; r++)
-    for (int j = 0; j < N; j++) store(c + r * c_stride + j * 16, acc[r][j]);
-}
-
-using Product = void (*)(const float*, int, const float*, int, int, int, float*, int, bool);
-template <int R>
-constexpr Product kProductsOf[4] = {product<R, 1>, product<R, 2>, product<R, 3>, product<R, 4>};
-constexpr const Product* kProducts[kGroup] = {kProductsOf<1>, kProductsOf<2>, kProductsOf<3>,
-                      kProductsOf<4>, kProductsOf<5>, kProductsOf<6>};
-
-// ---- attending ----
-
-void load_queries(const Call& call, const Task& task, Scratch& s) {
-  const EdgeAttentionLayer& layer = call.layer;
-  const int H = layer.num_heads, K = layer.num_kv_heads, D = layer.head_dim, G = call.G();
-  const float factor = layer.softcap > 0 ? layer.scale / layer.softcap : layer.scale * kLog2E;
-  for (int r = 0; r < task.num_rows; r++) {
-    const int token = (task.first_row + r) / G, head = task.kv_head * G + (task.first_row + r) % G;
-    const int row = call.step.starts[task.sequence] + token;
-    float* q = s.q + r * kStride;
-    prepare(call, row, call.qkv + (size_t(row) * (H + 2 * K) + head) * D, q, layer.q_norm, layer.q_eps);
-    for (int d = 0; d < D; d += 16) store(q + d, load<Floats>(q + d) * factor);
-    s.position[r] = call.position(task.sequence, token);
-  }
-}
-
-// Scores of one row over a block to weights; running maximum and sum, and the row's results so far scaled to them.
-void soften(const EdgeAttentionLayer& layer, Scratch& s, int r, int first_key, int count) {
-  const int D = layer.head_dim, num_vectors = (count + kPage - 1) / kPage;
-  float* scores = s.scores + r * kScoreStride;
-  const int last = s.position[r] - first_key;  // of the keys that the row sees, in this block
-  const int first = layer.window > 0 ? last - layer.window + 1 : 0;
-  Floats x[kBlockPages], top = splat(-INFINITY);
-  for (int j = 0; j < num_vectors; j++) {
-    x[j] = load<Floats>(scores + j * 16);
-    if (layer.softcap > 0) x[j] = tanh_(x[j]) * (layer.softcap * kLog2E);
-    if (last < j * 16 + 15 || first > j * 16) {
-      const Ints key = lanes() + j * 16;
-      x[j] = key <= last ? x[j] : splat(-INFINITY);
-      x[j] = key >= first ? x[j] : splat(-INFINITY);
-    }
-    top = x[j] > top ? x[j] : top;
-  }
-  const float before = s.max[r], now = std::max(before, maximum(top));
-  const float finite = now == -INFINITY ? 0.0f : now;
-  Floats sums[kBlockPages] = {};
-  for (int j = 0; j < num_vectors; j++) {
-    sums[j] = exp2_(x[j] - finite);
-    store(scores + j * 16, sums[j]);
-  }
-  const float block_sum = total((sums[0] + sums[1]) + (sums[2] + sums[3]));
-  if (now == before) {
-    s.sum[r] += block_sum;
+// The first values as (count / 2, D) pairs of tokens, or as (count, D) floats; without scales and minimums. A last
+// token that is alone is its own partner, with weight 0: what is in memory after it may be NaN.
+void expand_values(const Page& page, const Page& next, int D, int count, uint32_t* to) {
+  if (page.format == kFloat32) {
+    copy(page.values, next.values, count * D, to);
     return;
   }
-  const float factor = exp2_(before - finite);
-  s.max[r] = now;
-  s.sum[r] = s.sum[r] * factor + block_sum;
-  float* acc = s.acc + r * kStride;
-  for (int d = 0; d < D; d += 16) store(acc + d, load<Floats>(acc + d) * factor);
-}
-
-void attend_block(const Call& call, const Task& task, Scratch& s, int first_key, int count) {
-  const int D = call.layer.head_dim, num_pages = (count + kPage - 1) / kPage;
-  const int last_key = s.position[task.num_rows - 1] + 1;
-  prefetch_block(call, task, false, first_key + kBlock, last_key);
-  expand_block(call, task.sequence, task.kv_head, first_key, count, s.position[task.num_rows - 1] / kPage, s);
-  for (int r = 0; r < task.num_rows; r += kGroup) {
-    const int rows = std::min(kGroup, task.num_rows - r);
-    float* scores = s.scores + r * kScoreStride;
-    kProducts[rows - 1][num_pages - 1](
-      s.q + r * kStride, kStride, s.keys, D * kPage, kPage, D, scores, kScoreStride, false);
-  }
-  prefetch_block(call, task, true, first_key + kBlock, last_key);
-  for (int r = 0; r < task.num_rows; r++) soften(call.layer, s, r, first_key, count);
-  for (int r = 0; r < task.num_rows; r += kGroup) {
-    const int rows = std::min(kGroup, task.num_rows - r);
-    const float* weights = s.scores + r * kScoreStride;
-    for (int d = 0; d < D; d += 64) {
-      const int vectors = std::min(4, (D - d) / 16);
-      kProducts[rows - 1][vectors - 1](
-        weights, kScoreStride, s.values + d, 16, D, count, s.acc + r * kStride + d, kStride, true);
+  const int half = D / 2;
+  const auto expand = [&](int width, auto row) INLINED {
+    for (int token = 0; token < count; token += 2, to += D) row(token * width, token + 1 < count ? width : 0);
+  };
+  switch (page.format) {
+    case kBfloat16: {
+      const uint16_t* from = static_cast<const uint16_t*>(page.values);
+      expand(D, [&](int at, int partner) INLINED {
+        for (int d = 0; d < D; d += 16) {
+          prefetch(next.values, (at + 2 * d) * 2);
+          store(to + d, pairs(load<U16x16>(from + at + d), load<U16x16>(from + at + partner + d)));
+        }
+      });
+      break;
+    }
+    case kInt8: {
+      const int8_t* from = static_cast<const int8_t*>(page.values);
+      expand(D, [&](int at, int partner) INLINED {
+        for (int d = 0; d < D; d += 16) {
+          prefetch(next.values, at + 2 * d);
+          store(to + d, exact_pairs(floats(load<I8x16>(from + at + d)), floats(load<I8x16>(from + at + partner + d))));
+        }
+      });
+      break;
+    }
+    case kInt4: {
+      const uint8_t* from = static_cast<const uint8_t*>(page.values);
+      expand(half, [&](int at, int partner) INLINED {
+        for (int d = 0; d < half; d += 16) {
+          prefetch(next.values, at + 2 * d);
+          const Bits packed = wide(load<U8x16>(from + at + d)) | wide(load<U8x16>(from + at + partner + d)) << 16;
+          store(to + d, pairs_of_codes(packed, 0));
+          store(to + half + d, pairs_of_codes(packed >> 4, 0));
+        }
+      });
+      break;
     }
   }
 }
 
-// Maximum, sum and results of the task's rows over the keys of one split.
-void attend_split(const Call& call, const Task& task, Scratch& s, int split) {
-  const int D = call.layer.head_dim;
-  for (int r = 0; r < task.num_rows; r++) {
-    s.max[r] = -INFINITY;
-    s.sum[r] = 0;
-    std::memset(s.acc + r * kStride, 0, D * sizeof(float));
-  }
-  int first_key = split * kSplit;
-  if (call.layer.window > 0) {  // blocks that not even the first row sees
-    const int seen = s.position[0] - call.layer.window + 1;
-    if (seen > first_key) first_key = seen / kBlock * kBlock;
-  }
-  const int end = std::min((split + 1) * kSplit, s.position[task.num_rows - 1] + 1);
-  for (; first_key < end; first_key += kBlock) {
-    attend_block(call, task, s, first_key, std::min(kBlock, end - first_key));
-  }
-}
-
-// Add the results of a further split to those of the splits before it.
-void merge(int D, float& total_max, float& total_sum, float* total, float max, float sum, const float* acc) {
-  const float now = std::max(total_max, max), finite = now == -INFINITY ? 0.0f : now;
-  const float old_factor = exp2_(total_max - finite), factor = exp2_(max - finite);
-  total_max = now;
-  total_sum = total_sum * old_factor + sum * factor;
-  for (int d = 0; d < D; d += 16)
-    store(total + d, load<Floats>(total + d) * old_factor + load<Floats>(acc + d) * factor);
-}
-
-void finish(const Call& call, const Task& task, int r, float sum, float* total) {
-  const EdgeAttentionLayer& layer = call.layer;
-  const int D = layer.head_dim, G = call.G();
-  const int token = (task.first_row + r) / G, head = task.kv_head * G + (task.first_row + r) % G;
-  const float factor = 1.0f / sum;
-  for (int d = 0; d < D; d += 16) store(total + d, load<Floats>(total + d) * factor);
-  if (layer.format == kInt4 && layer.rotate_values) hadamard(total, D);
-  const size_t row = call.step.starts[task.sequence] + token;
-  std::memcpy(call.out + (row * layer.num_heads + head) * D, total, D * sizeof(float));
+void expand_scales(const Page& page, int count, float* key_scales, float* value_scales, float* value_minimums) {
+  const auto expand = [&](const uint16_t* from, float otherwise, float* to) {
+    const Floats all = from ? floats(load<U16x16>(from)) : splat(otherwise);
+    store(to, lanes() < count ? all : splat(otherwise));
+  };
+  expand(page.key_scales, 1, key_scales);
+  expand(page.value_scales, 1, value_scales);
+  expand(page.value_minimums, 0, value_minimums);
 }
 
 int first_split(const Call& call, const Task& task) {
@@ -637,6 +588,353 @@ int first_split(const Call& call, const Task& task) {
 }
 int last_split(const Call& call, const Task& task) {
   return call.position(task.sequence, (task.first_row + task.num_rows - 1) / call.G()) / kSplit;
+}
+
+// The page that is read a block after the `index`th: of this task, or of the one that probably comes next.
+Page page_ahead(const Call& call, const Task& task, int index, int query_page) {
+  const auto first_page = [&](const Task& t) { return (t.split < 0 ? first_split(call, t) : t.split) * kSplitPages; };
+  const auto last_page = [&](const Task& t) {
+    const int last = call.position(t.sequence, (t.first_row + t.num_rows - 1) / call.G()) / kPage;
+    return t.split < 0 ? last : std::min(last, (t.split + 1) * kSplitPages - 1);
+  };
+  const int ahead = index + kBlockPages, last = last_page(task);
+  if (ahead <= last || !task.next) return page_of(call, task, std::min(ahead, last), query_page);
+  const int last_of_next = last_page(*task.next), in_next = first_page(*task.next) + ahead - last - 1;
+  return page_of(call, *task.next, std::min(in_next, last_of_next), last_of_next);
+}
+
+// Keys first_key to first_key + count.
+void expand_block(const Call& call, const Task& task, int first_key, int count, Scratch& s) {
+  const int D = call.layer.head_dim, last_key = s.position[task.num_rows - 1], query_page = last_key / kPage;
+  for (int done = 0; done < count; done += kPage) {
+    const int index = (first_key + done) / kPage, num_keys = std::min(kPage, count - done);
+    const Page page = page_of(call, task, index, query_page);
+    const Page next = page_ahead(call, task, index, query_page);
+    const bool is_float32 = page.format == kFloat32;
+    expand_keys(page, next, D, s.keys + done * (is_float32 ? D : D / 2));
+    expand_values(page, next, D, num_keys, s.values + (is_float32 ? done : done / 2) * D);
+    if (call.layer.key_scales) {
+      expand_scales(page, num_keys, s.key_scales + done, s.value_scales + done, s.value_minimums + done);
+      __builtin_prefetch(next.key_scales);
+      __builtin_prefetch(next.value_scales);
+      __builtin_prefetch(next.value_minimums);
+    }
+  }
+  // Weights of 0 are multiplied with these too, and what another sequence left here need not be finite.
+  for (int rest = (count + kPage - 1) / kPage * kPage; call.layer.key_scales && rest < kBlock; rest += kPage)
+    for (float* unused : {s.key_scales, s.value_scales, s.value_minimums}) store(unused + rest, Floats{});
+}
+
+// ---- the small matrix product ----
+
+// What differs between the formats.
+struct Singles {
+  static constexpr bool kPairs = false, kScaled = false;
+};
+struct Pairs {
+  static constexpr bool kPairs = true, kScaled = false;
+};
+struct Codes {
+  static constexpr bool kPairs = true, kScaled = true;
+};
+
+// total + a * b, or the two products of pairs.
+template <bool kPairs>
+EDGE_INLINE Floats add_product(Floats total, Bits a, Bits b) {
+  if (!kPairs) return multiply_add((Floats)a, (Floats)b, total);
+#if defined(__AVX512BF16__)
+  return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+#else
+  return multiply_add(first_of(a), first_of(b), multiply_add(second_of(a), second_of(b), total));
+#endif
+}
+
+// Otherwise the compiler loads a vector again for every row, and loads are what this is short of.
+#if defined(__AVX512F__)
+#define KEEP_IN_REGISTER(v) __asm__("" : "+v"(v))
+#else
+#define KEEP_IN_REGISTER(v)
+#endif
+
+// Where a product finds its right side, by step t and then vector j: where `expand_block` has put it ...
+template <bool kPairsOf>
+struct Expanded {
+  static constexpr bool kPairs = kPairsOf;
+  const uint32_t* at;
+  int vector, step;
+  auto operator()(int t) const {
+    return [=, from = at + size_t(t) * step](int j) INLINED { return load<Bits>(from + j * vector); };
+  }
+};
+// ... or straight in bfloat16 pages, which is faster for a few rows.
+struct Pages {
+  static constexpr bool kPairs = true;
+  const uint16_t* pages[kBlockPages];
+  const void* ahead[kBlockPages];
+};
+struct KeyPages : Pages {  // vector j is page j
+  int half;
+  auto operator()(int t) const {
+    return [this, t](int j) INLINED {
+      prefetch(ahead[j], t * 64);
+      const uint16_t* from = pages[j] + t * kPage;
+      return pairs(load<U16x16>(from), load<U16x16>(from + half * kPage));
+    };
+  }
+};
+struct ValuePages : Pages {  // vector j is dimensions d + 16 j
+  int D, d, count;
+  auto operator()(int t) const {
+    const int page = t / (kPage / 2), token = t % (kPage / 2) * 2;
+    const uint16_t* first = pages[page] + token * D + d;
+    const uint16_t* second = first + (2 * t + 1 < count ? D : 0);
+    return [=, next = static_cast<const uint16_t*>(ahead[page]) + token * D + 2 * d](int j) INLINED {
+      prefetch(next, j * 64);
+      return pairs(load<U16x16>(first + j * 16), load<U16x16>(second + j * 16));
+    };
+  }
+};
+
+// c (R, N vectors) = c times factors (R,) + a (R, steps) times b (steps, N vectors); without factors, c begins as 0.
+template <class Right, int R, int N>
+void product(const uint32_t* a, int a_stride, const Right& b, int steps, float* c, int c_stride, const float* factors) {
+  Floats acc[R * N];
+  unrolled<R * N>([&](auto i) INLINED {
+    acc[i] = factors ? load<Floats>(c + i / N * c_stride + i % N * 16) * factors[i / N] : Floats{};
+  });
+  for (int t = 0; t < steps; t++) {
+    Bits v[N];
+    const auto vector = b(t);
+    unrolled<N>([&](auto j) INLINED {
+      v[j] = vector(j);
+      KEEP_IN_REGISTER(v[j]);
+    });
+    unrolled<R>([&](auto r) INLINED {
+      const Bits row = a[r * a_stride + t] - Bits{};
+      unrolled<N>([&](auto j) INLINED { acc[r * N + j] = add_product<Right::kPairs>(acc[r * N + j], row, v[j]); });
+    });
+  }
+  unrolled<R * N>([&](auto i) INLINED { store(c + i / N * c_stride + i % N * 16, acc[i]); });
+}
+
+template <class Right>
+using Product = void (*)(const uint32_t*, int, const Right&, int, float*, int, const float*);
+// By R; as many vectors at once as there are registers for.
+constexpr int vectors_at_once(int R) { return R > 6 ? 2 : 4; }
+template <class Right, int R>
+constexpr Product<Right> kProductsOf[4] = {product<Right, R, 1>, product<Right, R, 2>,
+                                           product<Right, R, std::min(3, vectors_at_once(R))>,
+                                           product<Right, R, vectors_at_once(R)>};
+template <class Right, int... R>
+Product<Right> product_of(std::integer_sequence<int, R...>, int rows, int num_vectors) {
+  static constexpr const Product<Right>* kProducts[] = {kProductsOf<Right, R + 1>...};
+  return kProducts[rows - 1][num_vectors - 1];
+}
+template <class Right, int kRows>
+void multiply(int rows, int num_vectors, const uint32_t* a, int a_stride, const Right& b, int steps, float* c,
+              int c_stride, const float* factors) {
+  const auto function = product_of<Right>(std::make_integer_sequence<int, kRows>{}, rows, num_vectors);
+  function(a, a_stride, b, steps, c, c_stride, factors);
+}
+
+// ---- attending ----
+
+void load_queries(const Call& call, const Task& task, Scratch& s) {
+  const EdgeAttentionLayer& layer = call.layer;
+  const int H = layer.num_heads, K = layer.num_kv_heads, D = layer.head_dim, G = call.G();
+  const float factor = layer.softcap > 0 ? layer.scale / layer.softcap : layer.scale * kLog2E;
+  alignas(64) float q[kMaxD];
+  alignas(32) uint16_t narrow[kMaxD];
+  const auto row_of = [&](int r) { return call.step.starts[task.sequence] + (task.first_row + r) / G; };
+  const auto query = [&](int r) {
+    const int head = task.kv_head * G + (task.first_row + r) % G;
+    return call.qkv + (size_t(row_of(r)) * (H + 2 * K) + head) * D;
+  };
+  for (int r = 0; r < task.num_rows; r++)
+    for (int d = 0; d < D; d += 16) __builtin_prefetch(query(r) + d);
+  for (int r = 0; r < task.num_rows; r++) {
+    prepare(call, row_of(r), query(r), q, layer.q_norm, layer.q_eps);
+    s.position[r] = call.position(task.sequence, (task.first_row + r) / G);
+    uint32_t* to = s.q + r * kStride;
+    if (layer.format == kFloat32) {
+      for (int d = 0; d < D; d += 16) store(to + d, load<Floats>(q + d) * factor);
+      continue;
+    }
+    for (int d = 0; d < D; d += 16) store(narrow + d, bfloat16s(load<Floats>(q + d) * factor));
+    int i = 0;
+    for (; i + 16 <= D / 2; i += 16) store(to + i, pairs(load<U16x16>(narrow + i), load<U16x16>(narrow + D / 2 + i)));
+    for (; i < D / 2; i++) to[i] = narrow[i] | uint32_t(narrow[i + D / 2]) << 16;
+  }
+}
+
+// What row r does not see becomes -infinity in its scores over a block. The new maximum, and the factor that it brings
+// for what was before.
+template <class Form>
+EDGE_INLINE void look(const EdgeAttentionLayer& layer, Scratch& s, int r, float* scores, int first_key) {
+  const int last = s.position[r] - first_key;  // of the keys that the row sees, in this block
+  const int first = layer.window > 0 ? last - layer.window + 1 : 0;
+  const bool capped = layer.softcap > 0, masked = last < kBlock - 1 || first > 0;
+  Floats x[kBlockPages], top = splat(-INFINITY);
+  unrolled<kBlockPages>([&](auto j) INLINED {
+    x[j] = load<Floats>(scores + j * 16);
+    if (Form::kScaled) x[j] *= load<Floats>(s.key_scales + j * 16);
+  });
+  if (capped) unrolled<kBlockPages>([&](auto j) INLINED { x[j] = tanh_(x[j]) * (layer.softcap * kLog2E); });
+  if (masked)
+    unrolled<kBlockPages>([&](auto j) INLINED {
+      const Ints key = lanes() + j * 16;
+      x[j] = key <= last ? x[j] : splat(-INFINITY);
+      x[j] = key >= first ? x[j] : splat(-INFINITY);
+    });
+  if (Form::kScaled || capped || masked)
+    unrolled<kBlockPages>([&](auto j) INLINED { store(scores + j * 16, x[j]); });
+  unrolled<kBlockPages>([&](auto j) INLINED { top = larger(x[j], top); });
+  const float before = s.max[r], now = std::max(before, std::ceil(maximum(top)));
+  s.max[r] = now;
+  s.factors[r] = power_of_two(before - (now == -INFINITY ? 0.0f : now));
+}
+
+// Scores to weights, and their sums.
+template <class Form>
+EDGE_INLINE void weigh(Scratch& s, int r, const float* scores, uint32_t* weights) {
+  const float max = s.max[r] == -INFINITY ? 0.0f : s.max[r];
+  Floats x[kBlockPages];
+  unrolled<kBlockPages>([&](auto j) INLINED { x[j] = exp2_(load<Floats>(scores + j * 16) - max); });
+  const Floats sum = s.sums[r] * s.factors[r];
+  if (!Form::kPairs) {
+    unrolled<kBlockPages>([&](auto j) INLINED { store(weights + j * 16, x[j]); });
+    s.sums[r] = sum + ((x[0] + x[1]) + (x[2] + x[3]));
+    return;
+  }
+  if (Form::kScaled) {
+    s.sums[r] = sum + ((x[0] + x[1]) + (x[2] + x[3]));
+    s.minimums[r] *= s.factors[r];
+    unrolled<kBlockPages>([&](auto j) INLINED {
+      s.minimums[r] = multiply_add(x[j], load<Floats>(s.value_minimums + j * 16), s.minimums[r]);
+      x[j] *= load<Floats>(s.value_scales + j * 16);
+    });
+  }
+  const Bits low = rounded_neighbours(x[0], x[1]), high = rounded_neighbours(x[2], x[3]);
+  store(weights, low);
+  store(weights + 16, high);
+  // Of the rounded weights, so that those that values are multiplied with sum to 1.
+  if (!Form::kScaled) s.sums[r] = sum + ((first_of(low) + second_of(low)) + (first_of(high) + second_of(high)));
+}
+
+// Scores of some rows over a block to weights. First all maxima: each is a long chain of operations that wait for one
+// another, and those of several rows go side by side. Never inlined, so that rounding is the same everywhere.
+template <class Form>
+__attribute__((noinline)) void soften(const EdgeAttentionLayer& layer, Scratch& s, int first, int rows, int first_key) {
+  for (int r = 0; r < rows; r++) look<Form>(layer, s, first + r, s.scores + r * kScoreStride, first_key);
+  for (int r = 0; r < rows; r++)
+    weigh<Form>(s, first + r, s.scores + r * kScoreStride, s.weights + r * kScoreStride);
+}
+
+// `begins`: the block is the first of its split.
+template <class Form>
+void attend_block(const Call& call, const Task& task, Scratch& s, int first_key, int count, bool begins) {
+  using Right = Expanded<Form::kPairs>;
+  constexpr int kPer = Form::kPairs ? 2 : 1;
+  const int D = call.layer.head_dim, num_pages = (count + kPage - 1) / kPage;
+  expand_block(call, task, first_key, count, s);
+  for (int first = 0; first < task.num_rows; first += kGroup) {
+    const int rows = std::min(kGroup, task.num_rows - first), at_once = vectors_at_once(rows);
+    for (int j = 0; j < num_pages; j += at_once) {
+      const Right keys{s.keys + j * (D / kPer) * kPage, D / kPer * kPage, kPage};
+      multiply<Right, kGroup>(rows, std::min(at_once, num_pages - j), s.q + first * kStride, kStride, keys, D / kPer,
+                              s.scores + j * kPage, kScoreStride, nullptr);
+    }
+    soften<Form>(call.layer, s, first, rows, first_key);
+    for (int d = 0; d < D; d += 16 * at_once) {
+      const Right values{s.values + d, 16, D};
+      multiply<Right, kGroup>(rows, std::min(at_once, (D - d) / 16), s.weights, kScoreStride, values,
+                              (count + kPer - 1) / kPer, s.acc + first * kStride + d, kStride,
+                              begins ? nullptr : s.factors + first);
+    }
+  }
+}
+
+// The same for a few rows and bfloat16 pages.
+void attend_pages(const Call& call, const Task& task, Scratch& s, int first_key, int count, bool begins) {
+  const int D = call.layer.head_dim, num_pages = (count + kPage - 1) / kPage;
+  const int query_page = s.position[task.num_rows - 1] / kPage;
+  KeyPages keys;
+  ValuePages values;
+  for (int j = 0; j < num_pages; j++) {
+    const int index = first_key / kPage + j;
+    const Page page = page_of(call, task, index, query_page), next = page_ahead(call, task, index, query_page);
+    keys.pages[j] = static_cast<const uint16_t*>(page.keys);
+    keys.ahead[j] = next.keys;
+    values.pages[j] = static_cast<const uint16_t*>(page.values);
+    values.ahead[j] = next.values;
+  }
+  keys.half = D / 2;
+  values.D = D;
+  values.count = count;
+  multiply<KeyPages, kFewRows>(
+    task.num_rows, num_pages, s.q, kStride, keys, D / 2, s.scores, kScoreStride, nullptr);
+  soften<Pairs>(call.layer, s, 0, task.num_rows, first_key);
+  for (values.d = 0; values.d < D; values.d += 64)
+    multiply<ValuePages, kFewRows>(task.num_rows, std::min(4, (D - values.d) / 16), s.weights, kScoreStride, values,
+                                   (count + 1) / 2, s.acc + values.d, kStride, begins ? nullptr : s.factors);
+}
+
+void attend_block(const Call& call, const Task& task, Scratch& s, int first_key, int count, bool begins) {
+  switch (call.layer.format) {
+    case kFloat32: attend_block<Singles>(call, task, s, first_key, count, begins); break;
+    case kBfloat16:
+      if (task.num_rows <= kFewRows)
+        attend_pages(call, task, s, first_key, count, begins);
+      else
+        attend_block<Pairs>(call, task, s, first_key, count, begins);
+      break;
+    default: attend_block<Codes>(call, task, s, first_key, count, begins); break;
+  }
+}
+
+// Maximum, sum and results of the task's rows over the keys of one split.
+void attend_split(const Call& call, const Task& task, Scratch& s, int split) {
+  const int D = call.layer.head_dim;
+  for (int r = 0; r < task.num_rows; r++) {
+    s.max[r] = -INFINITY;
+    s.sums[r] = s.minimums[r] = Floats{};
+  }
+  int first_key = split * kSplit;
+  if (call.layer.window > 0) {  // blocks that not even the first row sees
+    const int seen = s.position[0] - call.layer.window + 1;
+    if (seen > first_key) first_key = seen / kBlock * kBlock;
+  }
+  const int end = std::min((split + 1) * kSplit, s.position[task.num_rows - 1] + 1);
+  for (bool begins = true; first_key < end; first_key += kBlock, begins = false)
+    attend_block(call, task, s, first_key, std::min(kBlock, end - first_key), begins);
+  for (int r = 0; r < task.num_rows; r++) {
+    s.sum[r] = total(s.sums[r]);
+    if (call.layer.format != kInt4) continue;
+    const float minimum = total(s.minimums[r]);
+    float* acc = s.acc + r * kStride;
+    for (int d = 0; d < D; d += 16) store(acc + d, load<Floats>(acc + d) + minimum);
+  }
+}
+
+// Add the results of a further split to those of the splits before it.
+void merge(int D, float& total_max, float& total_sum, float* total, float max, float sum, const float* acc) {
+  const float now = std::max(total_max, max), finite = now == -INFINITY ? 0.0f : now;
+  const float old_factor = power_of_two(total_max - finite), factor = power_of_two(max - finite);
+  total_max = now;
+  total_sum = total_sum * old_factor + sum * factor;
+  for (int d = 0; d < D; d += 16)
+    store(total + d, load<Floats>(total + d) * old_factor + load<Floats>(acc + d) * factor);
+}
+
+void finish(const Call& call, const Task& task, int r, float sum, const float* total) {
+  const EdgeAttentionLayer& layer = call.layer;
+  const int D = layer.head_dim, G = call.G();
+  const int token = (task.first_row + r) / G, head = task.kv_head * G + (task.first_row + r) % G;
+  const float factor = 1.0f / sum;
+  const size_t row = call.step.starts[task.sequence] + token;
+  float* out = call.out + (row * layer.num_heads + head) * D;
+  for (int d = 0; d < D; d += 16) store(out + d, load<Floats>(total + d) * factor);
+  if (layer.format == kInt4 && layer.rotate_values) hadamard(out, D);
 }
 
 void attend(const Call& call, const Task& task, Scratch& s) {
@@ -712,7 +1010,7 @@ void plan_tiles(const Call& call, int b, int kv_head, std::vector<Task>& tiles) 
       count = std::min(count, (token + left) * G - row);
     }
     const long num_keys = call.position(b, (row + count - 1) / G) + 1;
-    tiles.push_back({b, kv_head, row, count, -1, 0, num_keys * (count + 8)});
+    tiles.push_back({b, kv_head, row, count, -1, 0, num_keys * (count + 8), nullptr});
     row += count;
   }
 }
@@ -748,6 +1046,7 @@ Plan make_plan(const Call& call, int num_threads) {
     }
   }
   std::stable_sort(plan.tasks.begin(), plan.tasks.end(), [](const Task& a, const Task& b) { return a.cost > b.cost; });
+  for (size_t i = 0; i + num_threads < plan.tasks.size(); i++) plan.tasks[i].next = &plan.tasks[i + num_threads];
   return plan;
 }
 
@@ -763,7 +1062,9 @@ void run(const Call& call, const Task& task, Scratch& s, Partials& partials) {
 
 Scratch& scratch() {
   static thread_local Scratch s;
-  return s;
+  Scratch* at = &s;
+  __asm__("" : "+r"(at));  // otherwise the compiler asks for the address again wherever it is short of registers
+  return *at;
 }
 
 }  // namespace

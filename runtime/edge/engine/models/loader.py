@@ -134,7 +134,7 @@ class Loader:
             self._check_shape(name, matrix.shape)
             return matrix
         floats = self._floats(name)
-        group = self._group(floats.shape[1], bits)
+        group = self._group(floats.shape[1])
         if bits is None or group is None:
             return floats.to(self._device, self._dtype)
         return self._rounded(name, floats, bits, group)
@@ -148,7 +148,7 @@ class Loader:
             )
         return matrix
 
-    def _group(self, num_columns: int, bits: int | None) -> int | None:
+    def _group(self, num_columns: int) -> int | None:
         """The group that the options ask for, or the next smaller one that fits; None: none does."""
         group = self._options.group or 32
         fitting = [size for size in (group, *reversed(GROUPS)) if size <= group and num_columns % size == 0]
