@@ -274,6 +274,20 @@ def test_nan_fails_its_own_sequence_and_leaves_nothing_behind(make: Callable[...
     assert [answer.text for answer in loop.finish(3, 4, 5, 6)] == [expected.text] * 4
 
 
+def test_nan_of_an_adapter_is_blamed_on_it_and_harms_nobody_else(make: Callable[..., Loop], folder: Path) -> None:
+    tiny_models.save_adapter(folder.parent / "adapters" / "huge", rank=4, lora_alpha=1e6)
+    loop = make()
+    matrices = loop.model.adapters.get("huge")._parts
+    for part in matrices.values():
+        part.up.mul_(1e30)
+    loop.submit(1)
+    loop.submit(2, adapter="huge")
+    fine, broken = loop.finish(1, 2)
+    assert isinstance(fine.last, Done)
+    assert isinstance(broken.last, Failed)
+    assert "edge models rm tiny --adapter huge" in broken.last.message
+
+
 def test_stop_strings_and_max_tokens(make: Callable[..., Loop]) -> None:
     loop = make()
     loop.submit(1)
@@ -357,6 +371,41 @@ def test_guessing_changes_no_answer(tmp_path: Path, kernels: Kernels) -> None:
             loop.stop()
     assert answers[0] == answers[1]
     assert num_steps[1] < num_steps[0], "some guess must have been right"
+
+
+@pytest.mark.parametrize("kv", ["bfloat16", "int8", "int4"])
+def test_a_crowd_without_room_changes_no_answer(tmp_path: Path, kernels: Kernels, kv: Any) -> None:
+    folder = tiny_models.save_folder(
+        tmp_path / "even", hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=1
+    )
+    options = ModelOptions(weights="int8", kv=kv, deterministic=True, speculation=8)
+    schema = json.dumps({"type": "array", "items": {"enum": [1, 2, "ab"]}, "maxItems": 9})
+    ways: list[dict[str, Any]] = [
+        {"sampling": Sampling(temperature=0)},
+        {"sampling": Sampling(temperature=1.2, seed=3, top_p=0.9), "stop": ["ab", "zz"]},
+        {"sampling": Sampling(temperature=0, frequency_penalty=1, logprobs=2)},
+        {"sampling": Sampling(temperature=1, seed=4), "json_schema": schema},
+    ]
+    prompts = ["the same beginning, " * 6 + "ab" * 20, "the same beginning, " * 6 + "c", "hello", "x y " * 10]
+    requests = [(prompt, way) for prompt in prompts for way in ways]
+    alone = Loop(folder, options=options, kernels=kernels)
+    crowd = Loop(folder, options=options, kernels=kernels, kv_tokens=320, step_tokens=40, max_batch_size=8)
+    try:
+        expected = []
+        for number, (prompt, way) in enumerate(requests):
+            alone.submit(number, prompt, max_tokens=60, **way)
+            expected += alone.finish(number)
+        for number, (prompt, way) in enumerate(requests):
+            crowd.submit(number, prompt, max_tokens=60, **way)
+        for number in (100, 101):
+            crowd.submit(number, "somebody who gives up", max_tokens=60)
+            crowd.steps.post(Cancel(number))
+        answers = crowd.finish(*range(len(requests)))
+    finally:
+        alone.stop()
+        crowd.stop()
+    assert [(a.text, a.last.finish_reason) for a in answers] == [(a.text, a.last.finish_reason) for a in expected]
+    assert crowd.model.runner.allocator.num_free == crowd.model.runner.allocator.num_pages
 
 
 def test_nothing_is_guessed_where_checking_a_guess_could_change_the_answer(make: Callable[..., Loop]) -> None:

@@ -178,6 +178,19 @@ def test_a_long_prompt_is_tokenized_beside_the_answers_of_others(start: Callable
     assert isinstance(engine.answer(2)[-1], Done)
 
 
+def test_plain_prompts_do_not_wait_for_a_flood_of_schemas(start: Callable[..., Engine], folder: Path) -> None:
+    engine = start()
+    engine.load(folder)
+    schemas = [f'{{"type":"integer","multipleOf":{104_729 + 2 * n}}}' for n in range(8)]
+    engine.send(*(tiny_models.request(id=2 * n, json_schema=schema) for n, schema in enumerate(schemas, 1)))
+    engine.send(tiny_models.request(id=100, max_tokens=1))
+    read = []
+    while not read or read[-1] != 100:
+        if isinstance(frame := engine.next(), Started):
+            read.append(frame.id)
+    assert len(read) < len(schemas)
+
+
 def test_cancel_and_credit_reach_a_call_at_any_time(start: Callable[..., Engine], folder: Path) -> None:
     engine = start()
     engine.load(folder)

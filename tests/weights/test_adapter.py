@@ -48,12 +48,38 @@ def test_rslora_and_alphas_of_single_modules(tmp_path: Path) -> None:
         ({"bias": "all"}, "bias is 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
         ({"lora_alpha": "big"}, "lora_alpha is 'big', not a number"),
+        ({"lora_alpha": 10**400}, "lora_alpha is 10*, not a number from"),
+        ({"lora_alpha": 1e30}, "not a number from"),
+        ({"alpha_pattern": {"q_proj": True}}, "lora_alpha is True"),
         ({"alpha_pattern": {"(": 3}}, "alpha_pattern"),
+        ({"alpha_pattern": ["q_proj"]}, "alpha_pattern is no object"),
+        ({"alpha_pattern": "q_proj"}, "alpha_pattern is no object"),
     ],
 )
 def test_what_would_be_left_out_is_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     folder = tiny_models.save_adapter(tmp_path / "a", rank=4, **changes)
     with pytest.raises(WeightsError, match=reason):
+        read_adapter(folder)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["o_proj", r"model\.layers\.\d+\.self_attn\.(?:q|o)_proj", ".*o_proj$", r"layers.[0-9]+.self_attn.o_proj", "o_.*"],
+)
+def test_patterns_of_modules_are_followed(tmp_path: Path, pattern: str) -> None:
+    plain = read_adapter(tiny_models.save_adapter(tmp_path / "a", rank=4, lora_alpha=2))
+    changed = read_adapter(tiny_models.save_adapter(tmp_path / "b", rank=4, lora_alpha=2, alpha_pattern={pattern: 6}))
+    assert torch.equal(changed["layers.1.attention.o"].up, plain["layers.1.attention.o"].up * 3)
+    assert torch.equal(changed["layers.1.mlp.up"].up, plain["layers.1.mlp.up"].up)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(a|a)*x", "(.*)+x", "(.*){20}x", ".*.*.*.*x", r"\w+\w+\w+\w+x", "(?:o_?)+x", "x" * 501, "(" * 300 + ")" * 300],
+)
+def test_patterns_that_could_take_forever_are_refused(tmp_path: Path, pattern: str) -> None:
+    folder = tiny_models.save_adapter(tmp_path / "a", rank=4, alpha_pattern={pattern: 3})
+    with pytest.raises(WeightsError, match="alpha_pattern"):
         read_adapter(folder)
 
 
@@ -72,6 +98,8 @@ def test_broken_tensors_are_refused(tmp_path: Path) -> None:
     assert "no finite" in refusal({f"{prefix}A.weight": down * math.nan, f"{prefix}B.weight": up})
     assert "rank 65" in refusal({f"{prefix}A.weight": torch.ones(65, 48), f"{prefix}B.weight": torch.ones(48, 65)})
     assert "adapts something else" in refusal({"base_model.model.lm_head.lora_A.weight": down})
+    many_digits = prefix.replace("layers.0", f"layers.{'1' * 5000}")
+    assert "adapts something else" in refusal({f"{many_digits}A.weight": down, f"{many_digits}B.weight": up})
     assert "holds no tensors" in refusal({})
 
 

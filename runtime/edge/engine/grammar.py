@@ -43,6 +43,9 @@ MAX_CACHED = 16
 
 _MAX_GRAMMAR_SIZE = 200_000  # symbols
 _MAX_LEXER_STATES = 50_000  # about half a kilobyte each
+_INITIAL_FUEL = 300_000
+"""Steps of the library on the patterns of a schema. With its default of a million, one such as a{100000} takes a
+quarter of a second to compile and 20 ms for each token after that, of a step in which others take part."""
 _MAX_REASON_CHARS = 300
 _STACK_BYTES = 512 << 20  # of addresses; a schema that is no attack touches a thousandth
 _PARAM = "response_format"
@@ -116,7 +119,10 @@ class GrammarCompiler:
 
     def _matcher(self, schema: str) -> LLMatcher:
         limits = LLParserLimits(
-            max_grammar_size=_MAX_GRAMMAR_SIZE, max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False
+            max_grammar_size=_MAX_GRAMMAR_SIZE,
+            max_lexer_states=_MAX_LEXER_STATES,
+            initial_lexer_fuel=_INITIAL_FUEL,
+            verbose_errors=False,
         )
         try:
             grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)

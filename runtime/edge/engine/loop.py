@@ -235,10 +235,7 @@ def _advance(
         if choice is None:
             chunk.sequence.num_computed_tokens += chunk.num_tokens - chunk.num_draft  # it was, if to no avail
             return _Broken(
-                EdgeError(
-                    "the model computed values that are no numbers (NaN or infinite) for this request. If that happens "
-                    f"again, its file is damaged: remove it (edge models rm {model.name}) and add it again"
-                ),
+                EdgeError(_why_no_numbers(model, generation)),
                 taints=True,
             )
         good.append(choice)
@@ -246,3 +243,12 @@ def _advance(
             break
     model.scheduler.computed(chunk, max(0, len(good) - 1))
     return generation.accept(good)
+
+
+def _why_no_numbers(model: LoadedModel, generation: Generation) -> str:
+    adapter = "" if generation.adapter is None else f" --adapter {generation.adapter.name}"
+    return (
+        "the model computed values that are no numbers (NaN or infinite) for this request. If that happens again, the "
+        f"file of {'the adapter' if adapter else 'the model'} is damaged: remove it "
+        f"(edge models rm {model.name}{adapter}) and add it again"
+    )

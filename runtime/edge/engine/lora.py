@@ -58,6 +58,7 @@ class Adapter:
         Raises:
             WeightsError: the adapter was made for a model of another shape.
         """
+        self.name = name
         self.key = f"{name}\n{version}"
         """Stands for the adapter's values: what was computed with one of another key was computed with another."""
         shapes = _shapes(config)

@@ -1,7 +1,8 @@
 """The engine process between its socket and its step loop.
 
 The main thread reads and writes frames. One thread runs steps, one loads models, and a few turn prompts into
-tokens, so that neither a long prompt nor a large model holds up the tokens of others.
+tokens, so that neither a long prompt nor a large model holds up the tokens of others. Requests with a JSON schema
+have a thread of their own: however many schemas come at once, plain prompts do not wait for them.
 
 This module knows nothing about who started the process.
 """
@@ -121,6 +122,7 @@ class _Engine:
         self._building: asyncio.Task[None] | None = None
         self._loader = ThreadPoolExecutor(1, "load")
         self._tokenizers = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, "tokenize")
+        self._compilers = ThreadPoolExecutor(1, "schema")
         self._tasks: set[asyncio.Task[None]] = set()
         self._steps = StepLoop(self._send_from_loop)
         threading.Thread(target=self._run_steps, name="steps", daemon=True).start()
@@ -192,8 +194,9 @@ class _Engine:
             self._spawn(self._prepare(request, model, preparing))
 
     async def _prepare(self, request: Generate, model: LoadedModel, preparing: _Preparing) -> None:
+        reader = self._tokenizers if request.json_schema is None else self._compilers
         try:
-            generation = await self._event_loop.run_in_executor(self._tokenizers, Generation, request, model)
+            generation = await self._event_loop.run_in_executor(reader, Generation, request, model)
         except EdgeError as error:
             self._refuse(request, error)
             return

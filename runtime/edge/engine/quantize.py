@@ -16,7 +16,9 @@ about stores.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -309,8 +311,12 @@ def _say_layers(done: int, total: int) -> None:
         _say(f"Quantized {total} layers")
 
 
+_PR_SET_PDEATHSIG = 1
+
+
 def main(arguments: list[str]) -> int:
-    """Do the job that `arguments` name; the exit code."""
+    """Do the job that `arguments` name; the exit code. Ends with the process that started it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         result = run(msgspec.json.decode(arguments[0], type=Job))
     except EdgeError as error:

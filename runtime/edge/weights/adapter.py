@@ -34,7 +34,7 @@ _MODULES = {
     "mlp.up_proj": "mlp.up",
     "mlp.down_proj": "mlp.down",
 }
-_TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.([\w.]+)\.lora_([AB])(?:\.default)?\.weight")
+_TENSOR = re.compile(r"base_model\.model\.model\.layers\.([0-9]{1,4})\.([\w.]+)\.lora_([AB])(?:\.default)?\.weight")
 _REFUSED = {
     "use_dora": False,
     "bias": "none",
@@ -44,6 +44,11 @@ _REFUSED = {
     "trainable_token_indices": None,
 }
 """Keys of the config, and the value with which they ask for nothing that is not there."""
+_MAX_ALPHA = 1e6
+_MAX_PATTERN_CHARS = 500
+_MAX_REPEATS = 3
+_HARMLESS = re.compile(r"\\\W|\(\?:")
+_REPEAT = re.compile(r"(?:\.|\\\w|\[[\w-]+\])[*+]")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -114,14 +119,29 @@ def _alpha(name: str, config: dict[str, Any], path: Path) -> float:
     """`lora_alpha`, or the entry of `alpha_pattern` for this module (a suffix or pattern of its Hugging Face name)."""
     stem = next(theirs for theirs, ours in _MODULES.items() if name.endswith(ours))
     theirs = f"model.layers.{name.split('.')[1]}.{stem}"
+    path = path.parent / CONFIG_NAME
     alpha = config.get("lora_alpha", 8)
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        try:
-            if re.fullmatch(rf"(.*\.)?({pattern})", theirs):
-                alpha = value
-                break
-        except re.error as error:
-            raise WeightsError(f"{path.parent / CONFIG_NAME}: alpha_pattern {pattern!r}: {error}") from error
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise WeightsError(f"{path.parent / CONFIG_NAME}: lora_alpha is {alpha!r}, not a number")
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise WeightsError(f"{path}: alpha_pattern is no object")
+    for pattern, value in patterns.items():
+        if _pattern(pattern, path).fullmatch(theirs):
+            alpha = value
+            break
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not -_MAX_ALPHA <= alpha <= _MAX_ALPHA:
+        raise WeightsError(f"{path}: lora_alpha is {alpha!r:.40}, not a number from {-_MAX_ALPHA:g} to {_MAX_ALPHA:g}")
     return float(alpha)
+
+
+def _pattern(pattern: str, path: Path) -> re.Pattern[str]:
+    """A key of `alpha_pattern`, for a whole name. Python's matcher can take forever over one that repeats a lot."""
+    rest, num_repeats = _REPEAT.subn("", _HARMLESS.sub("", pattern))
+    if len(pattern) > _MAX_PATTERN_CHARS or num_repeats > _MAX_REPEATS or any(sign in rest for sign in "*+?{"):
+        raise WeightsError(
+            f"{path}: alpha_pattern {pattern!r:.80} repeats too much; name the modules, or use .* or \\d+ at most "
+            f"{_MAX_REPEATS} times"
+        )
+    try:
+        return re.compile(rf"(.*\.)?({pattern})")
+    except (re.error, RecursionError, OverflowError) as error:
+        raise WeightsError(f"{path}: alpha_pattern {pattern!r:.80}: {error}") from error

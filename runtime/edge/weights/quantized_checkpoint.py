@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -138,10 +139,17 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor | Quantized]
             shard[key] = part.contiguous()
             size_bytes += part.numel() * part.element_size()
         if size_bytes >= MAX_SHARD_BYTES:
-            save_file(shard, folder / f"model-{number:05}.safetensors")
+            _save(shard, folder / f"model-{number:05}.safetensors")
             number, size_bytes, shard = number + 1, 0, {}
     if shard:
-        save_file(shard, folder / f"model-{number:05}.safetensors")
+        _save(shard, folder / f"model-{number:05}.safetensors")
+
+
+def _save(shard: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(shard, path)
+    except SafetensorError as error:  # the library's name for every failure, a full disk included
+        raise WeightsError(f"{path.name} cannot be written: {error}; is there room on the disk?") from error
 
 
 def _stored(name: str, tensor: Tensor | Quantized) -> list[tuple[str, Tensor]]:

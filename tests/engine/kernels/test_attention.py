@@ -155,7 +155,7 @@ def test_nan_reaches_every_later_token_of_its_sequence_and_no_other(kernels: Ker
 def test_a_task_leaves_nothing_behind_for_the_next_one_of_its_thread(kernels: Kernels, format: str) -> None:
     kind = SHAPES["plain"]
     attending = Attending(NativeAttention(kernels), kind, make_cache(format, kind), [200, 20, 5])
-    attending.inputs[0][30:100, -64:] = torch.inf  # values, on pages that later queries no longer read in full precision
+    attending.inputs[0][30:100, -64:] = torch.inf  # values, on pages that become int4
     kernels.num_threads, before = 1, kernels.num_threads
     try:
         attending.step((0, 199))

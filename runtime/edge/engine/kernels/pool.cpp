@@ -9,6 +9,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace {
@@ -18,6 +19,27 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kSpin = std::chrono::microseconds(200);  // longer than what lies between two kernels of a step
 constexpr int kPausesPerYield = 100;
 constexpr int kMaxThreads = 255;
+
+// The processor that this thread runs on; -1: unknown.
+inline int current_cpu() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
+// Moves this thread off `cpu`, if it may run elsewhere; afterwards it may run where it could before.
+void leave_cpu(int cpu) {
+#if defined(__linux__)
+  cpu_set_t all, others;
+  if (cpu < 0 || cpu >= CPU_SETSIZE || sched_getaffinity(0, sizeof all, &all) != 0) return;
+  others = all;
+  CPU_CLR(cpu, &others);
+  if (CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof others, &others) == 0)
+    sched_setaffinity(0, sizeof all, &all);
+#endif
+}
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -35,7 +57,8 @@ class Pool {
       return;
     }
     const int num_helpers = int(std::min<int64_t>({num_threads - 1, num_tasks - 1, kMaxThreads}));
-    for (; num_started_ < num_helpers; ++num_started_) std::thread(&Pool::help, this, num_started_).detach();
+    start_helpers(num_helpers);
+    caller_cpu_.store(current_cpu(), std::memory_order_relaxed);
     task_ = task;
     context_ = context;
     num_tasks_ = num_tasks;
@@ -52,6 +75,13 @@ class Pool {
   }
 
  private:
+  void start_helpers(int num_helpers) {
+    try {
+      for (; num_started_ < num_helpers; ++num_started_) std::thread(&Pool::help, this, num_started_).detach();
+    } catch (const std::system_error&) {  // no more threads are allowed; those that there are do the work
+    }
+  }
+
   // What is open to take: the job's number, how many helpers may join, and how many tasks are left, in one word, so
   // that a claim fails if anything has changed since the word was read.
   bool has_work(uint64_t open, int helper) const { return uint32_t(open) > 0 && helper < int(open >> 32 & 255); }
@@ -81,6 +111,13 @@ class Pool {
     }
   }
 
+  // A helper that was woken on the caller's processor can stay there for long, because the system sees two threads that
+  // often give way to each other: it would help nobody.
+  void make_way() const {
+    const int cpu = current_cpu();
+    if (cpu >= 0 && cpu == caller_cpu_.load(std::memory_order_relaxed)) leave_cpu(cpu);
+  }
+
   void wait_for_work(int helper) {
     const auto deadline = Clock::now() + kSpin;
     do {
@@ -89,14 +126,18 @@ class Pool {
         pause();
       }
       sched_yield();
+      make_way();
     } while (Clock::now() < deadline);
     std::unique_lock<std::mutex> lock(sleep_);
     ++num_asleep_;  // before the last look at open_: either this sees the job, or the job's caller sees a sleeper
     wake_.wait(lock, [&] { return has_work(open_.load(), helper); });
     --num_asleep_;
+    lock.unlock();
+    make_way();
   }
 
   std::atomic<bool> busy_{false};
+  std::atomic<int> caller_cpu_{-1};
   int num_started_ = 0;
   uint32_t num_jobs_ = 0;
   void (*task_)(void*, int64_t) = nullptr;
