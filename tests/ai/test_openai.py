@@ -1,4 +1,3 @@
-import math
 import time
 from typing import Any
 
@@ -166,7 +165,7 @@ def with_logprobs(*texts: str) -> list[Any]:
     script = answer(*texts)
     for event in script[1:-1]:
         assert isinstance(event, Delta)
-        top = [TokenLogprob(event.text, -0.5, list(event.text.encode())), TokenLogprob("x", -math.inf, [120])]
+        top = [TokenLogprob(event.text, -0.5, list(event.text.encode())), TokenLogprob("x", -9999.0, [120])]
         event.logprobs = [TokenLogprob(event.text, -0.5, list(event.text.encode()), top)]
     return script
 

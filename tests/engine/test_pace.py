@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edge.engine.pace import MIN_SHARE, MIN_TOKENS, Pace
+from edge.engine.pace import MIN_TOKENS, SHARE, Pace
 
 
 def learned(decode_us: int = 10_000, prompt_token_us: int = 100) -> Pace:
@@ -14,11 +14,12 @@ def learned(decode_us: int = 10_000, prompt_token_us: int = 100) -> Pace:
 
 
 def test_a_lone_prompt_takes_a_fixed_share_of_the_step() -> None:
-    assert learned().prompt_tokens(8, 1) == int(MIN_SHARE * 10_000 / 100)
+    assert learned().prompt_tokens(8, 1) == int(SHARE * 10_000 / 100)
 
 
-def test_many_prompts_behind_few_decoders_take_more() -> None:
-    assert learned().prompt_tokens(8, 16) == 200
+def test_each_prompt_takes_a_share_and_many_behind_few_decoders_take_all() -> None:
+    assert learned().prompt_tokens(32, 2) == int(2 * SHARE * 10_000 / 100)
+    assert learned().prompt_tokens(8, 2) == 512
     assert learned().prompt_tokens(1, 31) == 512
 
 
@@ -33,4 +34,17 @@ def test_mixed_steps_teach_what_a_prompt_token_costs() -> None:
     for _ in range(100):
         pace.observe(8, 0, 30_000)
         pace.observe(8, 50, 40_000)
-    assert pace.prompt_tokens(8, 1) == int(MIN_SHARE * 30_000 / 200)
+    assert pace.prompt_tokens(8, 1) == int(SHARE * 30_000 / 200)
+
+
+def test_what_a_step_costs_depends_on_how_many_decode() -> None:
+    pace = Pace(512)
+    for _ in range(100):
+        pace.observe(2, 0, 5_000)
+        pace.observe(16, 0, 20_000)
+        pace.observe(16, 100, 40_000)
+    assert pace.prompt_tokens(16, 1) == int(SHARE * 20_000 / 200)
+    for _ in range(100):
+        pace.observe(2, 0, 20_000)
+    assert pace.prompt_tokens(3, 1) == int(SHARE * 20_000 / 200)
+    assert pace.prompt_tokens(12, 1) == int(SHARE * 20_000 / 200)

@@ -69,8 +69,9 @@ def log_probs(subject: Subject, text: list[int]) -> Iterator[Tensor]:
         ValueError: the text is longer than the cache.
     """
     for hidden in read(subject, text[:-1]):
-        with torch.inference_mode():
-            yield F.log_softmax(subject.model.logits(hidden), dim=-1)
+        with torch.inference_mode():  # not around the yield: the caller would be in it too
+            found = F.log_softmax(subject.model.logits(hidden), dim=-1)
+        yield found
 
 
 def read(subject: Subject, tokens: list[int]) -> Iterator[Tensor]:
@@ -87,7 +88,8 @@ def read(subject: Subject, tokens: list[int]) -> Iterator[Tensor]:
     while sequence.num_missing_tokens:
         chunk = Chunk(sequence, min(CHUNK_TOKENS, sequence.num_missing_tokens))
         with torch.inference_mode():
-            yield model(build_step([chunk], cache.page_size, cache.device), cache)
+            hidden = model(build_step([chunk], cache.page_size, cache.device), cache)
+        yield hidden
         sequence.num_computed_tokens += chunk.num_tokens
 
 

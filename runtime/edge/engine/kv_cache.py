@@ -194,6 +194,7 @@ class KvCache:
         """Whether a query in the `query_page`th page of its sequence reads the `page`th from its side page."""
         return (page < self.int4.sink_pages) | (page > query_page - self.int4.window_pages)
 
+    @torch.inference_mode()
     def clear(self, pages: list[int]) -> None:
         """Zero `pages`: what a sequence that failed has written must not reach the next one as NaN."""
         planes = (self.keys, self.values, self.key_scales, self.value_scales, self.value_minimums)
