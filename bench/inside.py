@@ -75,7 +75,7 @@ def kv_fidelity(name: str, file: Path) -> list[Row]:
         candidate = Subject(model, make_cache(model, num_tokens, kv, torch.device("cpu")))
         rows.append(_kl_row(f"{metric}, {kv}", compare(reference, candidate, texts), target))
     for variant, options in INT4_VARIANTS.items():
-        int4 = Subject(model, _int4_cache(model, num_tokens, options))
+        int4 = Subject(model, make_cache(model, num_tokens, "int4", torch.device("cpu"), options))
         rows.append(_kl_row(f"{metric}, int4{variant}", compare(reference, int4, texts), None))
     return rows
 
@@ -158,17 +158,3 @@ def _texts(file: Path) -> list[list[int]]:
     return [
         Tokenizer(open_checkpoint(file).tokenizer_files()).encode(HELDOUT_TEXT.read_text(), 1 << 20)[:MAX_TEXT_TOKENS]
     ]
-
-
-def _int4_cache(model: Decoder, num_tokens: int, options: Int4Options) -> KvCache:
-    config = model.config
-    return KvCache(
-        "int4",
-        num_layers=config.num_layers,
-        num_pages=-(-num_tokens // PAGE_SIZE),
-        page_size=PAGE_SIZE,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        device=torch.device("cpu"),
-        int4=options,
-    )

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from edge.engine.kv_cache import KvCache
+from edge.engine.kv_cache import Int4Options, KvCache
 from edge.engine.models.decoder import Decoder
 from edge.engine.scheduler import Chunk, Sequence
 from edge.engine.step import build_step
@@ -93,8 +93,10 @@ def read(subject: Subject, tokens: list[int]) -> Iterator[Tensor]:
         sequence.num_computed_tokens += chunk.num_tokens
 
 
-def make_cache(model: Decoder, num_tokens: int, kv: str, device: torch.device) -> KvCache:
-    """A cache for `model` in the format `kv` with room for a text of `num_tokens`."""
+def make_cache(
+    model: Decoder, num_tokens: int, kv: str, device: torch.device, int4: Int4Options | None = None
+) -> KvCache:
+    """A cache for `model` in the format `kv` with room for a text of `num_tokens`; `int4` are that format's options."""
     config = model.config
     return KvCache(
         kv,
@@ -104,6 +106,7 @@ def make_cache(model: Decoder, num_tokens: int, kv: str, device: torch.device) -
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         device=device,
+        int4=int4,
     )
 
 
