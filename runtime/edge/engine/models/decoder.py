@@ -8,14 +8,16 @@ This module knows nothing about sequences, sampling or files, nor how its weight
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from edge.engine.attention import Attention, AttentionShape, paged_attention
 from edge.engine.kv_cache import KvCache
-from edge.engine.layers import GATES, Rotary
+from edge.engine.layers import GATES, Projection, Rotary
 from edge.engine.models.loader import Loader
-from edge.engine.step import Step
+from edge.engine.step import Adapters, Step
 from edge.weights.checkpoint import ModelConfig
 
 
@@ -39,8 +41,7 @@ class Decoder:
         self._rotaries = [Rotary(D, theta, divisors=divisors, device=device)]
         if config.local_rope_theta is not None:
             self._rotaries.append(Rotary(D, config.local_rope_theta, device=device))
-        kind = PostNormLayer if config.post_norms else Layer
-        self.layers = [kind(config, i, loader, attention) for i in range(config.num_layers)]
+        self.layers = [Layer(config, i, loader, attention) for i in range(config.num_layers)]
         self.weights_description = loader.description
         """How the weights are held: `bfloat16`, `int4`, or several of them as `int4+int8`."""
         self.is_row_independent = loader.is_row_independent and attention is not paged_attention
@@ -63,7 +64,7 @@ class Decoder:
 
 
 class Layer:
-    """Attention and MLP, each after a norm and added to its input."""
+    """Attention and MLP, each after a norm and added to its input; in some models what is added is normed too."""
 
     def __init__(self, config: ModelConfig, index: int, loader: Loader, attention: Attention) -> None:
         self.index = index
@@ -79,6 +80,10 @@ class Layer:
         self.gate_up = loader.linear(f"{name}.mlp.gate", f"{name}.mlp.up")
         self.down = loader.linear(f"{name}.mlp.down")
         self.activation = config.activation
+        self.attention_post_norm = self.mlp_post_norm = None
+        if config.post_norms:
+            self.attention_post_norm = loader.applied_norm(f"{name}.attention_post_norm.weight")
+            self.mlp_post_norm = loader.applied_norm(f"{name}.mlp_post_norm.weight")
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, step: Step, cache: KvCache) -> Tensor:
         """x (T, C) after this layer; `x` itself is overwritten."""
@@ -87,44 +92,27 @@ class Layer:
         if adapters is not None:
             adapters.add("qkv", index, x, qkv, self.attention_norm)
         attended = self.attention(qkv, self.shape, cos, sin, cache, index, step)  # (T, H D)
-        x = self.o(attended, residual=x)
-        if adapters is not None:
-            adapters.add("o", index, attended, x, _unchanged)
+        x = self._plus(x, "o", self.o, attended, None, self.attention_post_norm, adapters)
         gate_up = self.gate_up(x, norm=self.mlp_norm)  # (T, 2I)
         if adapters is not None:
             adapters.add("gate_up", index, x, gate_up, self.mlp_norm)
-        x = self.down(gate_up, gate=self.activation, residual=x)
-        if adapters is not None:
-            adapters.add("down", index, gate_up, x, GATES[self.activation])
-        return x
+        return self._plus(x, "down", self.down, gate_up, self.activation, self.mlp_post_norm, adapters)
 
-
-class PostNormLayer(Layer):
-    """Gemma's: what attention and MLP give is normed too, before it is added."""
-
-    def __init__(self, config: ModelConfig, index: int, loader: Loader, attention: Attention) -> None:
-        super().__init__(config, index, loader, attention)
-        self.attention_post_norm = loader.applied_norm(f"layers.{index}.attention_post_norm.weight")
-        self.mlp_post_norm = loader.applied_norm(f"layers.{index}.mlp_post_norm.weight")
-
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, step: Step, cache: KvCache) -> Tensor:
-        """As `Layer`."""
-        adapters, index = step.adapters, self.index
-        qkv = self.qkv(x, norm=self.attention_norm)  # (T, (H + 2K) D)
+    def _plus(
+        self,
+        x: Tensor,
+        name: str,
+        linear: Projection,
+        inputs: Tensor,
+        gate: str | None,
+        post_norm: Callable[[Tensor], Tensor] | None,
+        adapters: Adapters | None,
+    ) -> Tensor:
+        """x (T, C) plus what `linear` makes of `inputs`; adapters change that before it is normed."""
+        out = linear(inputs, gate=gate, residual=x if post_norm is None else None)
         if adapters is not None:
-            adapters.add("qkv", index, x, qkv, self.attention_norm)
-        attended = self.attention(qkv, self.shape, cos, sin, cache, index, step)  # (T, H D)
-        out = self.o(attended)
-        if adapters is not None:
-            adapters.add("o", index, attended, out, _unchanged)
-        x = x.add_(self.attention_post_norm(out))
-        gate_up = self.gate_up(x, norm=self.mlp_norm)  # (T, 2I)
-        if adapters is not None:
-            adapters.add("gate_up", index, x, gate_up, self.mlp_norm)
-        out = self.down(gate_up, gate=self.activation)
-        if adapters is not None:
-            adapters.add("down", index, gate_up, out, GATES[self.activation])
-        return x.add_(self.mlp_post_norm(out))
+            adapters.add(name, self.index, inputs, out, _unchanged if gate is None else GATES[gate])
+        return out if post_norm is None else x.add_(post_norm(out))
 
 
 def _unchanged(x: Tensor) -> Tensor:
