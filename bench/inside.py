@@ -17,9 +17,9 @@ import torch
 from bench.report import Row, Target, measured, missing
 from edge.config import ModelOptions
 from edge.engine import kernels as native
-from edge.engine.fidelity import PAGE_SIZE, Subject, compare, make_cache
+from edge.engine.fidelity import Subject, compare, make_cache
 from edge.engine.kernels import Kernels, KernelsUnavailable
-from edge.engine.kv_cache import Int4Options, KvCache
+from edge.engine.kv_cache import Int4Options
 from edge.engine.models.decoder import Decoder
 from edge.engine.process import num_cores
 from edge.engine.runner import load
@@ -45,15 +45,7 @@ def kv_sizes(file: Path, num_tokens: int) -> dict[str, float]:
     """Bytes that a sequence of `num_tokens` takes in each KV format, everything included."""
     config = open_checkpoint(file).config()
     return {
-        kv: KvCache(
-            kv,
-            num_layers=config.num_layers,
-            num_pages=-(-num_tokens // PAGE_SIZE),
-            page_size=PAGE_SIZE,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            device=torch.device("cpu"),
-        ).size_bytes(num_tokens)
+        kv: make_cache(config, num_tokens, kv, torch.device("cpu")).size_bytes(num_tokens)
         for kv in ("bfloat16", "int8", "int4")
     }
 
@@ -69,13 +61,13 @@ def kv_fidelity(name: str, file: Path) -> list[Row]:
         return [missing(f"{metric}, {kv}", "nats", _not_installed(file)) for kv in ("int8", "int4")]
     model, texts = _model(file, ModelOptions(weights="float32")), _texts(file)
     num_tokens = max(map(len, texts))
-    reference = Subject(model, make_cache(model, num_tokens, "bfloat16", torch.device("cpu")))
+    reference = Subject(model, make_cache(model.config, num_tokens, "bfloat16", torch.device("cpu")))
     rows = []
     for kv, target in (("float32", None), ("int8", Target("<=", 2e-3))):
-        candidate = Subject(model, make_cache(model, num_tokens, kv, torch.device("cpu")))
+        candidate = Subject(model, make_cache(model.config, num_tokens, kv, torch.device("cpu")))
         rows.append(_kl_row(f"{metric}, {kv}", compare(reference, candidate, texts), target))
     for variant, options in INT4_VARIANTS.items():
-        int4 = Subject(model, make_cache(model, num_tokens, "int4", torch.device("cpu"), options))
+        int4 = Subject(model, make_cache(model.config, num_tokens, "int4", torch.device("cpu"), options))
         rows.append(_kl_row(f"{metric}, int4{variant}", compare(reference, int4, texts), None))
     return rows
 
@@ -87,7 +79,7 @@ def weight_fidelity(name: str, file: Path) -> list[Row]:
     texts = _texts(file)
     num_tokens = max(map(len, texts))
     reference, served = (
-        Subject(model, make_cache(model, num_tokens, "float32", torch.device("cpu")))
+        Subject(model, make_cache(model.config, num_tokens, "float32", torch.device("cpu")))
         for model in (_model(file, ModelOptions(weights=weights)) for weights in ("float32", "auto"))
     )
     metric = f"{name}: mean KL of the file's own weights on our kernels"

@@ -29,7 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Decoder]:
 
 
 def subject(model: Decoder, kv: str = "float32") -> Subject:
-    return Subject(model, make_cache(model, 300, kv, CPU))
+    return Subject(model, make_cache(model.config, 300, kv, CPU))
 
 
 def test_a_model_is_like_itself(models: list[Decoder]) -> None:

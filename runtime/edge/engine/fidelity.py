@@ -20,6 +20,7 @@ from edge.engine.kv_cache import Int4Options, KvCache
 from edge.engine.models.decoder import Decoder
 from edge.engine.scheduler import Chunk, Sequence
 from edge.engine.step import build_step
+from edge.weights.checkpoint import ModelConfig
 from edge.weights.conversion import Report
 
 PAGE_SIZE = 16
@@ -94,10 +95,9 @@ def read(subject: Subject, tokens: list[int]) -> Iterator[Tensor]:
 
 
 def make_cache(
-    model: Decoder, num_tokens: int, kv: str, device: torch.device, int4: Int4Options | None = None
+    config: ModelConfig, num_tokens: int, kv: str, device: torch.device, int4: Int4Options | None = None
 ) -> KvCache:
-    """A cache for `model` in the format `kv` with room for a text of `num_tokens`; `int4` are that format's options."""
-    config = model.config
+    """A cache in the format `kv` with room for a text of `num_tokens`; `int4` are that format's options."""
     return KvCache(
         kv,
         num_layers=config.num_layers,

@@ -281,7 +281,7 @@ def _load(checkpoint: Checkpoint, weights: Literal["auto", "float32"], kernels: 
 
 
 def _subject(model: Decoder) -> Subject:
-    return Subject(model, make_cache(model, PIECE_TOKENS, "float32", torch.device("cpu")))
+    return Subject(model, make_cache(model.config, PIECE_TOKENS, "float32", torch.device("cpu")))
 
 
 def _pieces(tokenizer: Tokenizer, path: Path, model: Decoder) -> list[list[int]]:
