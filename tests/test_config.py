@@ -12,12 +12,16 @@ from msgspec.structs import fields
 from edge.config import (
     FILE_NAMES,
     AiConfig,
+    AssetsConfig,
     BillingConfig,
     Config,
     DevConfig,
+    EgressConfig,
     EngineConfig,
+    IsolatesConfig,
     LimitsConfig,
     ModelOptions,
+    TriggersConfig,
     load,
     strip_jsonc,
 )
@@ -127,6 +131,10 @@ def test_the_annotated_reference_names_every_key_and_shows_the_defaults() -> Non
         (AiConfig, "[ai]"),
         (LimitsConfig, "[limits]"),
         (DevConfig, "[dev]"),
+        (IsolatesConfig, "[isolates]"),
+        (EgressConfig, "[egress]"),
+        (AssetsConfig, "[assets]"),
+        (TriggersConfig, "[triggers]"),
         (EngineConfig, "[engine]"),
         (BillingConfig, "[billing]"),
         (ModelOptions, "[engine.models.my-model]"),
@@ -137,7 +145,9 @@ def test_the_annotated_reference_names_every_key_and_shows_the_defaults() -> Non
             assert re.search(pattern, text, re.MULTILINE), f"{section} {field.name} is not explained"
     for field in fields(Config):
         if field.name != "path":
-            assert re.search(rf"^{field.name} = |^\[{field.name}\]$", text, re.MULTILINE), f"{field.name} is missing"
+            assert re.search(rf"^(# )?({field.name} = |\[\[?{field.name}[\].])", text, re.MULTILINE), (
+                f"{field.name} is missing"
+            )
     config = load(ROOT / "wrangler-like.toml", ROOT)
     assert (config.limits, config.dev, config.engine) == (LimitsConfig(), DevConfig(), EngineConfig())
     assert config.state_dir == ROOT / ".edge"
@@ -172,9 +182,9 @@ def test_a_model_has_options_of_its_own_or_those_of_all(project: Path, capsys: p
 
 
 def test_keys_of_wrangler_are_accepted_in_one_line(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write(project, MINIMAL + '[limits]\ncpu_ms = 1\n[[kv_namespaces]]\nbinding = "KV"\n[triggers]\ncrons = []\n')
+    file = write(project, MINIMAL + 'routes = []\n[[kv_namespaces]]\nbinding = "KV"\nremote = true\n')
     load(file, project)
-    expected = f"warning: {file}: kv_namespaces, triggers, limits.cpu_ms: accepted, has no effect yet\n"
+    expected = f"warning: {file}: routes, kv_namespaces[0].remote: accepted, has no effect yet\n"
     assert capsys.readouterr().err == expected
 
 
@@ -207,7 +217,13 @@ def test_keys_of_wrangler_are_accepted_in_one_line(project: Path, capsys: pytest
         ("state_dir = 1", 'state_dir: expected the path of a folder, such as ".edge", found 1'),
         ("vars.WHEN = 2026-01-01", "vars.WHEN: expected a JSON value"),
         ("vars.X = [{ y = inf }]", "vars.X[0].y: expected a JSON value"),
-        ("vars.AI = 1\nai = {}", "vars.AI: has the same name as the AI binding (ai.binding)"),
+        ("vars.AI = 1\nai = {}", "ai.binding: 'AI' is the name of vars.AI already; rename one of them"),
+        (
+            'kv_namespaces = [{ binding = "X" }, { binding = "X" }]',
+            "kv_namespaces[1].binding: 'X' is the name of kv_namespaces[0].binding already",
+        ),
+        ("r2_buckets = [{ bucket_name = 'b' }]", "r2_buckets[0].binding: missing"),
+        ("kv_namespaces = 3", "kv_namespaces: expected a list of tables, found 3"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_names_file_line_key_and_what_was_expected(project: Path, line: str, expected: str) -> None:

@@ -49,8 +49,20 @@ class AiConfig(msgspec.Struct, frozen=True):
 
 
 class LimitsConfig(msgspec.Struct, frozen=True):
-    """`[limits]`: what one invocation may use."""
+    """`[limits]`: what one invocation may use, and what a process of the worker may hold."""
 
+    cpu_ms: Annotated[int, Meta(ge=1, le=86_400_000, description="a whole number of milliseconds of at least 1")] = (
+        30_000
+    )
+    """Milliseconds of CPU time of one invocation, over all threads."""
+    memory_mb: Annotated[int, Meta(ge=16, le=1 << 20, description="a whole number of MB of at least 16")] = 256
+    """MB that one process may hold beyond what it is born with."""
+    subrequests: Annotated[int, Meta(ge=0, le=1 << 20, description="a whole number of at least 0")] = 1000
+    """Calls of one invocation to `fetch` and to bindings."""
+    concurrency: Annotated[int, Meta(ge=1, le=10_000, description="a whole number of at least 1")] = 32
+    """Invocations that one process serves at a time."""
+    request_body_mb: Annotated[int, Meta(ge=1, le=1 << 20, description="a whole number of MB of at least 1")] = 100
+    """MB of a request's body; a longer one is answered with 413."""
     timeout_s: Annotated[float, Meta(gt=0, le=86_400, description="a number of seconds above 0, at most 86400")] = 120.0
     """Seconds from the request to the response's head, before the isolate is stopped."""
 
@@ -109,6 +121,143 @@ class EngineConfig(msgspec.Struct, frozen=True):
         )
 
 
+class IsolatesConfig(msgspec.Struct, frozen=True):
+    """`[isolates]`: the processes that run handlers."""
+
+    sandbox: Literal["strict", "standard", "best-effort", "none"] | None = None
+    """Which layers must be on; None: `best-effort` in `edge dev`, `standard` elsewhere."""
+    preload: list[str] = []
+    """Packages that are imported before a process is forked, so that no cold start waits for them."""
+    max_per_worker: Annotated[int, Meta(ge=1, le=1000, description="a whole number from 1 to 1000")] = 4
+    """Processes of one worker version at most."""
+    idle_s: Annotated[float, Meta(gt=0, le=86_400, description="a number of seconds above 0, at most 86400")] = 300.0
+    """Seconds without a request after which a process is ended; the next request forks one."""
+    max_requests: Annotated[int, Meta(ge=1, le=1 << 31, description="a whole number of at least 1")] = 100_000
+    """Requests after which a process is replaced."""
+
+
+class EgressConfig(msgspec.Struct, frozen=True):
+    """`[egress]`: where `fetch` of handlers may go. Private and loopback addresses only where listed."""
+
+    allow: list[str] = msgspec.field(default_factory=lambda: ["*"])
+    """Host names with `*` as a wildcard, addresses or networks, each with `:PORT` if wanted. Only an address, a network
+    or the exact name of a host reaches private addresses."""
+    deny: list[str] = []
+    """Of the same form; goes before `allow`."""
+    max_response_mb: Annotated[int, Meta(ge=1, le=1 << 20, description="a whole number of MB of at least 1")] = 1024
+    timeout_s: Annotated[float, Meta(gt=0, le=86_400, description="a number of seconds above 0, at most 86400")] = 100.0
+    """Seconds without a byte before a subrequest fails."""
+
+
+class KvNamespaceConfig(msgspec.Struct, frozen=True):
+    """`[[kv_namespaces]]`: `env.BINDING` is a KV namespace."""
+
+    binding: _Identifier
+    id: str = ""
+    """Which namespace of the account; default: the binding's name."""
+    preview_id: str = ""
+
+
+class D1Config(msgspec.Struct, frozen=True):
+    """`[[d1_databases]]`: `env.BINDING` is an SQLite database."""
+
+    binding: _Identifier
+    database_name: str = ""
+    database_id: str = ""
+    """Which database of the account; default: `database_name`, else the binding's name."""
+    preview_database_id: str = ""
+    migrations_dir: str = "migrations"
+    migrations_table: str = "d1_migrations"
+
+
+class R2Config(msgspec.Struct, frozen=True):
+    """`[[r2_buckets]]`: `env.BINDING` is a bucket of objects."""
+
+    binding: _Identifier
+    bucket_name: str = ""
+    """Which bucket of the account; default: the binding's name."""
+    preview_bucket_name: str = ""
+    jurisdiction: str = ""
+
+
+class QueueProducerConfig(msgspec.Struct, frozen=True):
+    """`[[queues.producers]]`: `env.BINDING` sends to a queue."""
+
+    binding: _Identifier
+    queue: str
+    delivery_delay: Annotated[int, Meta(ge=0, le=43_200, description="a whole number of seconds up to 43200")] = 0
+
+
+class QueueConsumerConfig(msgspec.Struct, frozen=True):
+    """`[[queues.consumers]]`: this worker's `queue` handler gets the messages of a queue."""
+
+    queue: str
+    max_batch_size: Annotated[int, Meta(ge=1, le=100, description="a whole number from 1 to 100")] = 10
+    max_batch_timeout: Annotated[int, Meta(ge=0, le=60, description="a whole number of seconds up to 60")] = 5
+    max_retries: Annotated[int, Meta(ge=0, le=100, description="a whole number up to 100")] = 3
+    dead_letter_queue: str = ""
+    max_concurrency: Annotated[int, Meta(ge=1, le=250, description="a whole number from 1 to 250")] = 1
+    retry_delay: Annotated[int, Meta(ge=0, le=43_200, description="a whole number of seconds up to 43200")] = 0
+
+
+class QueuesConfig(msgspec.Struct, frozen=True):
+    """`[queues]`."""
+
+    producers: list[QueueProducerConfig] = []
+    consumers: list[QueueConsumerConfig] = []
+
+
+class ServiceConfig(msgspec.Struct, frozen=True):
+    """`[[services]]`: `env.BINDING` is another worker of the account on this node."""
+
+    binding: _Identifier
+    service: str
+    entrypoint: str = ""
+    """A named entrypoint class of it; default: `Default`."""
+    environment: str = ""
+    props: dict[str, Any] = {}
+
+
+class RateLimitRule(msgspec.Struct, frozen=True):
+    """`limit` calls with one key in `period` seconds."""
+
+    limit: _Count
+    period: Literal[10, 60]
+
+
+class RateLimitConfig(msgspec.Struct, frozen=True):
+    """`[[ratelimits]]`: `env.NAME.limit({"key": …})`."""
+
+    name: _Identifier
+    namespace_id: str
+    simple: RateLimitRule
+
+
+class VersionMetadataConfig(msgspec.Struct, frozen=True):
+    """`[version_metadata]`: `env.BINDING` says which version of the worker runs."""
+
+    binding: _Identifier
+
+
+class TriggersConfig(msgspec.Struct, frozen=True):
+    """`[triggers]`: when the worker's `scheduled` handler runs, in UTC."""
+
+    crons: list[str] = []
+
+
+class AssetsConfig(msgspec.Struct, frozen=True):
+    """`[assets]`: files that are served beside the worker."""
+
+    directory: Annotated[Path, Meta(description='the path of a folder, such as "public"')]
+    binding: _Identifier | None = None
+    html_handling: Literal["auto-trailing-slash", "force-trailing-slash", "drop-trailing-slash", "none"] = (
+        "auto-trailing-slash"
+    )
+    not_found_handling: Literal["none", "404-page", "single-page-application"] = "none"
+    run_worker_first: bool | list[str] = False
+    """Whether, or for which paths, the worker is asked before the files are."""
+
+
 class BillingConfig(msgspec.Struct, frozen=True):
     """`[billing]`: what calls cost."""
 
@@ -139,7 +288,18 @@ class Config(msgspec.Struct, frozen=True):
     ] = "dev"
     vars: dict[str, Any] = {}
     ai: AiConfig | None = None
+    kv_namespaces: list[KvNamespaceConfig] = []
+    d1_databases: list[D1Config] = []
+    r2_buckets: list[R2Config] = []
+    queues: QueuesConfig = QueuesConfig()
+    services: list[ServiceConfig] = []
+    ratelimits: list[RateLimitConfig] = []
+    version_metadata: VersionMetadataConfig | None = None
+    triggers: TriggersConfig = TriggersConfig()
+    assets: AssetsConfig | None = None
     limits: LimitsConfig = LimitsConfig()
+    isolates: IsolatesConfig = IsolatesConfig()
+    egress: EgressConfig = EgressConfig()
     dev: DevConfig = DevConfig()
     engine: EngineConfig = EngineConfig()
     billing: BillingConfig = BillingConfig()
@@ -178,13 +338,14 @@ def load(path: Path | None, cwd: Path, warn: Callable[[str], None] = _warn) -> C
 
 
 def _with_absolute_paths(config: Config, file: Path) -> Config:
-    prices = config.billing.prices
+    prices, assets = config.billing.prices, config.assets
     return replace(
         config,
         path=file,
         main=_absolute(file.parent, config.main),
         state_dir=_absolute(file.parent, config.state_dir),
         billing=replace(config.billing, prices=None if prices is None else _absolute(file.parent, prices)),
+        assets=assets and replace(assets, directory=_absolute(file.parent, assets.directory)),
     )
 
 
@@ -333,12 +494,16 @@ class _Findings:
         return f"line {self.lines[key]}: " if key else ""
 
 
+class _AlreadyFound(Exception):
+    """A value is wrong, and the findings say so."""
+
+
 def _values(kind: type[Any], table: dict[str, Any], at: str, findings: _Findings) -> dict[str, Any]:
     """The values of `table` that are right for the fields of `kind`; the others become findings."""
     known = {field.name: field for field in fields(kind) if _join(at, field.name) != "path"}
     for key in table:
         if key not in known and key != "$schema":
-            if key in WRANGLER_KEYS.get(at, ()):
+            if key in WRANGLER_KEYS.get(re.sub(r"\[\d+\]", "", at), ()):
                 findings.idle.append(_join(at, key))
             else:
                 findings.unknown.append((_join(at, key), list(known)))
@@ -348,6 +513,8 @@ def _values(kind: type[Any], table: dict[str, Any], at: str, findings: _Findings
         if name in table:
             try:
                 values[name] = _convert(table[name], field.type, key, findings)
+            except _AlreadyFound:
+                continue
             except msgspec.ValidationError:
                 findings.problem(key, f"expected {_expected(field.type)}, found {_found(table[name])}")
         elif field.required:
@@ -358,7 +525,12 @@ def _values(kind: type[Any], table: dict[str, Any], at: str, findings: _Findings
 def _convert(value: Any, kind: Any, key: str, findings: _Findings) -> Any:
     struct = _struct_in(kind)
     if struct and isinstance(value, dict):
-        return struct(**_values(struct, value, key, findings))
+        known = _values(struct, value, key, findings)
+        if any(field.required and field.name not in known for field in fields(struct)):
+            raise _AlreadyFound
+        return struct(**known)
+    if (struct := _struct_in_list(kind)) and isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        return [_convert(item, struct, f"{key}[{index}]", findings) for index, item in enumerate(value)]
     if (struct := _struct_by_name(kind)) and isinstance(value, dict):
         return {name: _convert(each, struct, _join(key, name), findings) for name, each in value.items()}
     return msgspec.convert(value, kind, dec_hook=_decode_path)
@@ -380,6 +552,11 @@ def _struct_by_name(kind: Any) -> type[msgspec.Struct] | None:
     return _struct_in(get_args(kind)[1]) if get_origin(kind) is dict else None
 
 
+def _struct_in_list(kind: Any) -> type[msgspec.Struct] | None:
+    """The struct of a list of tables."""
+    return _struct_in(get_args(kind)[0]) if get_origin(kind) is list else None
+
+
 def _members(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if isinstance(kind, types.UnionType) or get_origin(kind) is Union else (kind,)
 
@@ -399,6 +576,8 @@ def _expected(kind: Any) -> str:
         return "a table"
     if _struct_by_name(kind):
         return "a table of tables"
+    if _struct_in_list(kind):
+        return "a list of tables"
     for meta in getattr(kind, "__metadata__", ()):
         return str(meta.description)
     if get_origin(kind) is Literal:
@@ -429,7 +608,7 @@ def _known_keys(kind: type[Any] = Config, at: str = "") -> Iterator[str]:
         key = _join(at, field.name)
         if key != "path":
             yield key
-        if struct := _struct_in(field.type):
+        if struct := _struct_in(field.type) or _struct_in_list(field.type):
             yield from _known_keys(struct, key)
 
 
@@ -443,9 +622,31 @@ def _check_values(values: dict[str, Any], findings: _Findings) -> None:
             findings.problem("main", f"there is no file {file}")
     for key in _not_json(values.get("vars", {}), "vars"):
         findings.problem(key, "expected a JSON value (text, number, true or false, list, table); put dates in quotes")
-    ai = values.get("ai")
-    if ai and ai.binding in values.get("vars", {}):
-        findings.problem(f"vars.{ai.binding}", "has the same name as the AI binding (ai.binding); rename one of them")
+    _check_names(values, findings)
+
+
+def _check_names(values: dict[str, Any], findings: _Findings) -> None:
+    """No two bindings, and no binding and variable, may share a name in `env`."""
+    taken = {name: f"vars.{name}" for name in values.get("vars", {})}
+    for key, name in _bindings(values):
+        if name in taken:
+            findings.problem(key, f"{name!r} is the name of {taken[name]} already; rename one of them")
+        taken.setdefault(name, key)
+
+
+def _bindings(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Where each binding is declared, and its name in `env`."""
+    for section in ("ai", "version_metadata", "assets"):
+        if (value := values.get(section)) and value.binding:
+            yield f"{section}.binding", value.binding
+    for section in ("kv_namespaces", "d1_databases", "r2_buckets", "services"):
+        for index, value in enumerate(values.get(section, [])):
+            yield f"{section}[{index}].binding", value.binding
+    for index, value in enumerate(values.get("ratelimits", [])):
+        yield f"ratelimits[{index}].name", value.name
+    if queues := values.get("queues"):
+        for index, value in enumerate(queues.producers):
+            yield f"queues.producers[{index}].binding", value.binding
 
 
 def _not_json(value: Any, key: str) -> Iterator[str]:
@@ -468,16 +669,14 @@ def _not_json(value: Any, key: str) -> Iterator[str]:
 # -- wrangler's keys that are accepted and have no effect yet ----------------------------------------------
 
 _TOP_LEVEL = """
-    access agent_memory ai_search ai_search_namespaces alias analytics_engine_datasets artifacts assets
-    base_dir browser build cache cloudchamber compliance_region connect containers d1_databases data_blobs define
-    dependencies_instrumentation dispatch_namespaces durable_objects env exports find_additional_modules
-    first_party_worker flagship hyperdrive images jsx_factory jsx_fragment keep_names keep_vars kv_namespaces
-    logfwdr logpush media migrations minify mtls_certificates no_bundle observability pages_build_output_dir
-    pipelines placement preserve_file_names preview_urls previews python_modules queues r2_buckets ratelimits
-    route routes rules secrets secrets_store_secrets send_email send_metrics services site stream
-    streaming_tail_consumers tail_consumers text_blobs triggers tsconfig unsafe unsafe_hello_world
-    upload_source_maps vectorize version_metadata vpc_networks vpc_services wasm_modules websearch worker_loaders
-    workers_dev workflows
+    access agent_memory ai_search ai_search_namespaces alias analytics_engine_datasets artifacts base_dir browser
+    build cache cloudchamber compliance_region connect containers data_blobs define dependencies_instrumentation
+    dispatch_namespaces durable_objects env exports find_additional_modules first_party_worker flagship hyperdrive
+    images jsx_factory jsx_fragment keep_names keep_vars logfwdr logpush media migrations minify mtls_certificates
+    no_bundle observability pages_build_output_dir pipelines placement preserve_file_names preview_urls previews
+    python_modules route routes rules secrets secrets_store_secrets send_email send_metrics site stream
+    streaming_tail_consumers tail_consumers text_blobs tsconfig unsafe unsafe_hello_world upload_source_maps
+    vectorize vpc_networks vpc_services wasm_modules websearch worker_loaders workers_dev workflows
 """
 _DEV = """
     container_engine enable_containers generate_types host inspector_ip inspector_port local_protocol
@@ -487,6 +686,10 @@ WRANGLER_KEYS = {
     "": frozenset(_TOP_LEVEL.split()),
     "ai": frozenset({"remote", "staging"}),
     "dev": frozenset(_DEV.split()),
-    "limits": frozenset({"cpu_ms", "subrequests"}),
+    "kv_namespaces": frozenset({"remote"}),
+    "d1_databases": frozenset({"remote", "migrations_pattern"}),
+    "r2_buckets": frozenset({"remote"}),
+    "services": frozenset({"remote"}),
+    "queues.consumers": frozenset({"type", "visibility_timeout_ms"}),
 }
 """By section."""

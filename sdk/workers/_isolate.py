@@ -114,8 +114,7 @@ class _Isolate:
         init = self._init.result()
         assert init is not None
         bindings = wrap(init.vars)
-        if init.ai_binding is not None:
-            bindings[init.ai_binding] = Ai()
+        bindings |= {name: Ai() for name, binding in init.bindings.items() if binding.kind == "ai"}
         return Env(bindings)
 
     def finished(self, invocation: int) -> None:

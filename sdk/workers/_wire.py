@@ -72,10 +72,19 @@ class Cancel(Frame):
 # -- node to isolate ---------------------------------------------------------------------------------------
 
 
-class Init(Frame):
-    """First frame to a new isolate: what to import, and the bindings that `env` gets.
+class Binding(msgspec.Struct, frozen=True, array_like=True):
+    """What one name in `env` is. `kind` is `ai`, `kv`, `d1`, `r2`, `queue`, `service`, `assets`, `ratelimit` or
+    `version_metadata`; `props` is what the SDK's class for that kind needs to know of it (no secrets of the node)."""
 
-    `root` is the module root (the folder of `main`); `main` is the file's path relative to it.
+    kind: str
+    props: dict[str, Any] = {}
+
+
+class Init(Frame):
+    """First frame to a new isolate: what to import, and what `env` gets.
+
+    `root` is the module root (the folder of `main`); `main` is the file's path relative to it. `search_paths` come
+    after `root` on `sys.path`: the folders of the packages that the worker depends on. `vars` includes secrets.
     """
 
     worker: str
@@ -83,7 +92,10 @@ class Init(Frame):
     root: str
     main: str
     vars: dict[str, Any]
-    ai_binding: str | None
+    bindings: dict[str, Binding] = {}
+    search_paths: list[str] = []
+    compatibility_date: str = ""
+    compatibility_flags: list[str] = []
 
 
 class Fetch(Frame):
@@ -95,6 +107,28 @@ class Fetch(Frame):
     headers: list[tuple[str, str]]
     has_body: bool
     cf: dict[str, Any] = {}
+    entrypoint: str = ""
+    """A named entrypoint class; empty: `Default`."""
+    props: dict[str, Any] = {}
+    """`ctx.props`: what the service binding that this came through says."""
+    is_websocket: bool = False
+    """A response of 101 opens a WebSocket: both bodies of `id` then carry messages (`workers._websocket`)."""
+
+
+class Event(Frame):
+    """Something other than an HTTP request for the worker. The answer is `EventResult` or `Threw`, then `Finished`.
+
+    By `kind`: `scheduled` {cron, scheduledTime (ms)} gives {noRetry}; `queue` {queue, messages: [{id, timestamp (ms),
+    body, attempts}]} gives {acks: [id], retries: [[id, delay_s or None]], error: None or {type, message, traceback}},
+    where a message in neither is acknowledged if there is no error and retried if there is; `rpc` {method, args} gives
+    the packed result. Bodies, args and the result of rpc are bytes (`workers._rpc`) that the node does not look into.
+    """
+
+    id: int
+    kind: str
+    payload: Any
+    entrypoint: str = ""
+    props: dict[str, Any] = {}
 
 
 class Result(Frame):
@@ -169,10 +203,22 @@ class Threw(Frame):
     traceback: str
 
 
-class Finished(Frame):
-    """Invocation `id` is over: response body sent (or given up) and every `waitUntil` awaited."""
+class EventResult(Frame):
+    """What the handler of event `id` made of it: see `Event`."""
 
     id: int
+    value: Any
+
+
+class Finished(Frame):
+    """Invocation `id` is over: response body sent (or given up) and every `waitUntil` awaited.
+
+    `cpu_us` is what the isolate attributes to it of its own CPU time. It only says how the time of a process, which the
+    node measures itself, is split among invocations that ran at the same time.
+    """
+
+    id: int
+    cpu_us: int = 0
 
 
 class AiRun(Frame):
@@ -183,6 +229,22 @@ class AiRun(Frame):
     model: str
     inputs: Any
     options: dict[str, Any]
+
+
+class Call(Frame):
+    """`await env.BINDING.method(*args)` in `invocation` (0: outside of any), for every kind of binding but `ai`.
+
+    The node answers as to `AiRun`. A stream among the arguments is sent as the body of `id` if `has_body`. What the
+    methods of a kind take and give is in the docstring of its provider (`edge.bindings`); `ResultHead` is for answers
+    that stream.
+    """
+
+    id: int
+    invocation: int
+    binding: str
+    method: str
+    args: list[Any]
+    has_body: bool = False
 
 
 class Subrequest(Frame):
@@ -205,15 +267,17 @@ class Log(Frame):
     text: str
 
 
-ToIsolate = Init | Fetch | Result | ResultHead | CallFailed | Chunk | End | Abort | Credit | Cancel
+ToIsolate = Init | Fetch | Event | Result | ResultHead | CallFailed | Chunk | End | Abort | Credit | Cancel
 ToNode = (
     Sandboxed
     | Ready
     | StartFailed
     | ResponseHead
     | Threw
+    | EventResult
     | Finished
     | AiRun
+    | Call
     | Subrequest
     | Log
     | Chunk

@@ -13,6 +13,7 @@ import pytest
 from helpers import is_alive
 
 from edge.config import LimitsConfig
+from edge.isolates.base import Binding
 from edge.isolates.dispatch import Bundle, InboundRequest, Isolates, JsonAnswer, OutboundResponse
 
 HANDLER = """
@@ -41,7 +42,7 @@ class Harness:
         self.root = root
         self.logs: list[tuple[int, str, str]] = []
         self.bindings = ScriptedBindings()
-        self.isolates = Isolates(self.bindings, LimitsConfig(timeout_s), self._on_log)
+        self.isolates = Isolates(self.bindings, LimitsConfig(timeout_s=timeout_s), self._on_log)
 
     async def deploy(self, source: str, *, vars: dict[str, Any] | None = None, indented: bool = True) -> None:
         """Deploy a worker: the methods of class Default, or a whole file unless `indented`."""
@@ -49,7 +50,8 @@ class Harness:
         if indented:
             text = HANDLER + textwrap.indent(text, "    ")
         (self.root / "worker_main.py").write_text(text)
-        await self.isolates.deploy(Bundle("test", "v1", str(self.root), "worker_main.py", vars or {}, "AI"))
+        bundle = Bundle("test", "v1", str(self.root), "worker_main.py", vars=vars or {}, bindings={"AI": Binding("ai")})
+        await self.isolates.deploy(bundle)
 
     async def open(self, path: str = "/", method: str = "GET", body: Any = None, headers: Any = ()) -> OutboundResponse:
         request = InboundRequest(method, f"http://test{path}", list(headers), body, {"colo": "DEV"})

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from edge.config import AiConfig, Config
+from edge.isolates.base import Binding
 from edge.node.bundle import bundle_of
 
 
@@ -13,8 +14,8 @@ def test_a_bundle_is_what_the_configuration_says(tmp_path: Path) -> None:
     main.write_text("")
     bundle = bundle_of(Config("shop", main, vars={"A": 1}, ai=AiConfig(binding="MODELS")))
     assert (bundle.worker, bundle.root, bundle.main) == ("shop", str(main.parent), "worker.py")
-    assert (bundle.vars, bundle.ai_binding) == ({"A": 1}, "MODELS")
-    assert bundle_of(Config("shop", main)).ai_binding is None
+    assert (bundle.vars, bundle.bindings) == ({"A": 1}, {"MODELS": Binding("ai")})
+    assert bundle_of(Config("shop", main)).bindings == {}
 
 
 def test_the_version_is_of_the_code_and_of_nothing_else(tmp_path: Path) -> None:

@@ -7,6 +7,25 @@ from typing import Any, Protocol
 
 import msgspec
 
+from edge.config import LimitsConfig
+from workers._wire import Binding
+
+__all__ = [
+    "Binding",
+    "Bindings",
+    "Bundle",
+    "InboundEvent",
+    "InboundRequest",
+    "JsonAnswer",
+    "OnLog",
+    "OutboundResponse",
+    "StreamAnswer",
+    "WorkerKey",
+]
+
+WorkerKey = tuple[str, str]
+"""Account and name of a worker."""
+
 
 class Bundle(msgspec.Struct, frozen=True):
     """One version of a worker's code, and what its `env` gets.
@@ -18,8 +37,20 @@ class Bundle(msgspec.Struct, frozen=True):
     version: str
     root: str
     main: str
+    account: str = "dev"
     vars: dict[str, Any] = {}
-    ai_binding: str | None = None
+    """Secrets included."""
+    bindings: dict[str, Binding] = {}
+    search_paths: tuple[str, ...] = ()
+    """Folders with the packages that the worker depends on."""
+    compatibility_date: str = ""
+    compatibility_flags: tuple[str, ...] = ()
+    limits: LimitsConfig = LimitsConfig()
+
+    @property
+    def key(self) -> WorkerKey:
+        """Whose versions replace each other."""
+        return self.account, self.worker
 
 
 class InboundRequest(msgspec.Struct):
@@ -30,6 +61,17 @@ class InboundRequest(msgspec.Struct):
     headers: list[tuple[str, str]]
     body: AsyncIterator[bytes] | None = None
     cf: dict[str, Any] = {}
+    is_websocket: bool = False
+    """`body` is then what the client sends, as messages (`workers._websocket`); so is the body of a response of 101."""
+
+
+class InboundEvent(msgspec.Struct):
+    """An event other than an HTTP request for a worker; `kind` and `payload` as in `workers._wire.Event`."""
+
+    kind: str
+    payload: Any
+    entrypoint: str = ""
+    props: dict[str, Any] = {}
 
 
 class OutboundResponse(msgspec.Struct):
@@ -68,6 +110,13 @@ class Bindings(Protocol):
         self, bundle: Bundle, model: str, inputs: Any, options: dict[str, Any]
     ) -> JsonAnswer | StreamAnswer:
         """`await env.AI.run(model, inputs, options)` in a handler of `bundle`. Cancelled when nobody waits for it."""
+        ...
+
+    async def call(
+        self, bundle: Bundle, binding: str, method: str, args: list[Any], body: AsyncIterator[bytes] | None
+    ) -> JsonAnswer | StreamAnswer:
+        """`await env.BINDING.method(*args)` in a handler of `bundle`, for all other kinds. Nothing in it is trusted:
+        a binding that the bundle lacks, unknown methods and wrong arguments are InvalidInput."""
         ...
 
 

@@ -169,9 +169,7 @@ class Isolate:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._or_gone(self._sandboxed)
-                self._channel.send(
-                    Init(bundle.worker, bundle.version, bundle.root, bundle.main, dict(bundle.vars), bundle.ai_binding)
-                )
+                self._channel.send(_init(bundle))
                 started = await self._or_gone(self._started)
         except TimeoutError:
             raise WorkerStartFailed(
@@ -438,6 +436,20 @@ class _ResponseBody(AsyncGenerator[bytes, None]):
         if not self._incoming.ended:
             await self._incoming.aclose()
             self._isolate._cancel(self._invocation, self._grace_s)
+
+
+def _init(bundle: Bundle) -> Init:
+    return Init(
+        worker=bundle.worker,
+        version=bundle.version,
+        root=bundle.root,
+        main=bundle.main,
+        vars=dict(bundle.vars),
+        bindings=dict(bundle.bindings),
+        search_paths=list(bundle.search_paths),
+        compatibility_date=bundle.compatibility_date,
+        compatibility_flags=list(bundle.compatibility_flags),
+    )
 
 
 def _is_new(frame: AiRun | Subrequest, calls: dict[int, _Call]) -> bool:

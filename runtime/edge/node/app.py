@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +20,7 @@ from edge.billing.ledger import Ledger
 from edge.billing.meter import new_id
 from edge.billing.prices import load_prices
 from edge.config import Config
+from edge.errors import InvalidInput
 from edge.isolates.base import Bundle, JsonAnswer, StreamAnswer
 from edge.isolates.dispatch import Isolates
 from edge.node import api
@@ -181,3 +182,9 @@ class _AiBinding:
         if isinstance(answer, dict):
             return JsonAnswer(answer, info)
         return StreamAnswer(200, [("content-type", "text/event-stream")], answer, info)
+
+    async def call(
+        self, bundle: Bundle, binding: str, method: str, args: list[Any], body: AsyncIterator[bytes] | None
+    ) -> JsonAnswer | StreamAnswer:
+        """No other kinds yet."""
+        raise InvalidInput(f"env.{binding}.{method}() is not supported yet")

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from edge.config import Config
-from edge.isolates.base import Bundle
+from edge.isolates.base import Binding, Bundle
 
 SKIPPED_FOLDERS = frozenset(
     {
@@ -31,9 +31,40 @@ def bundle_of(config: Config) -> Bundle:
         version=f"dev-{_source_hash(root)}",
         root=str(root),
         main=config.main.name,
+        account=config.account_id,
         vars=config.vars,
-        ai_binding=config.ai.binding if config.ai is not None else None,
+        bindings=bindings_of(config),
+        compatibility_date=config.compatibility_date or "",
+        compatibility_flags=tuple(config.compatibility_flags),
+        limits=config.limits,
     )
+
+
+def bindings_of(config: Config) -> dict[str, Binding]:
+    """The names that `env` gets besides variables, and what they are."""
+    bindings: dict[str, Binding] = {}
+    if config.ai is not None:
+        bindings[config.ai.binding] = Binding("ai")
+    for kv in config.kv_namespaces:
+        bindings[kv.binding] = Binding("kv", {"id": kv.id or kv.binding})
+    for d1 in config.d1_databases:
+        bindings[d1.binding] = Binding("d1", {"id": d1.database_id or d1.database_name or d1.binding})
+    for r2 in config.r2_buckets:
+        bindings[r2.binding] = Binding("r2", {"id": r2.bucket_name or r2.binding})
+    for producer in config.queues.producers:
+        props = {"queue": producer.queue, "delay_s": producer.delivery_delay}
+        bindings[producer.binding] = Binding("queue", props)
+    for service in config.services:
+        props = {"service": service.service, "entrypoint": service.entrypoint, "props": service.props}
+        bindings[service.binding] = Binding("service", props)
+    for limit in config.ratelimits:
+        props = {"id": limit.namespace_id, "limit": limit.simple.limit, "period": limit.simple.period}
+        bindings[limit.name] = Binding("ratelimit", props)
+    if config.version_metadata is not None:
+        bindings[config.version_metadata.binding] = Binding("version_metadata")  # `id` and the like: see `bundle_of`
+    if config.assets is not None and config.assets.binding is not None:
+        bindings[config.assets.binding] = Binding("assets")
+    return bindings
 
 
 def _source_hash(root: Path) -> str:

@@ -1,0 +1,1 @@
+"""What stands behind the bindings of a worker's `env` in the node: one module a kind."""
