@@ -100,7 +100,8 @@ class Linear:
 class PackedLinear:
     """`Linear` on the CPU with its weight in oneDNN's blocked layout: the same values, 2 to 4 times faster.
 
-    Plain matrix products re-arrange the weight on every call, which costs more than a product of few rows.
+    Plain matrix products re-arrange the weight on every call, which costs more than a product of few rows. Where oneDNN
+    has no product of bfloat16 for the processor, such a weight is held as float32: as exact, and twice as large.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, block_rows: int | None = None) -> None:
@@ -109,6 +110,8 @@ class PackedLinear:
         With `block_rows` every product is of that many rows, filled up with zeros, so that a row's result cannot
         depend on the number of rows: oneDNN chooses its kernel, and with it the order of its sums, by that.
         """
+        if weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            weight, bias = weight.float(), None if bias is None else bias.float()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         self.bias = bias
         self.block_rows = block_rows

@@ -9,18 +9,18 @@
 // position alone: products run over D in order; keys come in blocks of 64 at fixed places, blocks in splits of 256,
 // and splits are merged in order, whether one thread does them all or each is a task. Hidden keys add exact zeros.
 //
-// The products of the formats below float32 are of bfloat16 numbers, in pairs, added up in float32: queries and weights
-// are rounded like the keys and values that they meet. Codes are exact in bfloat16; their scales are applied to scores
-// and weights. A page is turned into pairs (or floats) once for all rows of a task, into memory of the first-level
-// cache. Then both products, of queries with keys and of weights with values, are the same small matrix product: 12
-// rows by 2 vectors. Weights are 2^(score - M) with a whole number M: the factor between two such M is exact, and so
-// the rounding of a weight does not depend on the M of its time.
+// Where the processor multiplies bfloat16 numbers, in pairs, added up in float32, the products of the formats below
+// float32 are of those: queries and weights are rounded like the keys and values that they meet. Codes are exact in
+// bfloat16; their scales are applied to scores and weights. Elsewhere all products are of floats. A page is turned into
+// pairs (or floats) once for all rows of a task, into memory of the first-level cache. Then both products, of queries
+// with keys and of weights with values, are the same small matrix product: 12 rows by 2 vectors, or what there are
+// registers for. Weights are 2^(score - M) with a whole number M: the factor between two such M is exact, and so the
+// rounding of a weight does not depend on the M of its time.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <utility>
 #include <vector>
 
 #include "pool.h"
@@ -37,8 +37,17 @@ constexpr int kSplit = 256;
 constexpr int kSplitPages = kSplit / kPage;
 constexpr int kMaxD = 256;
 constexpr int kMaxRows = 48;
-constexpr int kGroup = 12;   // rows of the small product
+#if defined(__AVX512F__)
+constexpr int kGroup = 12;  // rows of the small product
+#else
+constexpr int kGroup = 6;
+#endif
 constexpr int kFewRows = 4;  // so few of them multiply with bfloat16 pages as they are
+#if defined(__AVX512BF16__)
+constexpr bool kDots = true;  // whether products of pairs of bfloat16 numbers are one instruction
+#else
+constexpr bool kDots = false;
+#endif
 constexpr int kStride = kMaxD + 16;  // of rows in scratch memory; rows at a power of two would share cache sets
 constexpr int kScoreStride = kBlock + 16;
 constexpr int kStoreTokens = 64;     // tokens whose keys and values one task stores
@@ -86,15 +95,46 @@ typedef uint16_t U16x16 __attribute__((vector_size(32)));
 typedef int8_t I8x16 __attribute__((vector_size(16)));
 typedef uint8_t U8x16 __attribute__((vector_size(16)));
 
-inline Ints lanes() { return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+inline Ints lanes() {
+  static constexpr int32_t kNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return load<Ints>(kNumbers);
+}
 
 #if defined(__AVX512F__)
-inline Floats floats(I8x16 x) { return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x)); }
-inline Floats floats(U16x16 x) { return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16); }
+inline Ints wide(I8x16 x) { return (Ints)_mm512_cvtepi8_epi32((__m128i)x); }
+inline Bits wide(U8x16 x) { return (Bits)_mm512_cvtepu8_epi32((__m128i)x); }
+inline Bits wide(U16x16 x) { return (Bits)_mm512_cvtepu16_epi32((__m256i)x); }
+inline U16x16 narrow(Bits x) { return (U16x16)_mm512_cvtepi32_epi16((__m512i)x); }
+#elif defined(__AVX2__)
+inline Ints wide(I8x16 x) {
+  const __m128i v = (__m128i)x;
+  return {(Ints::Part)_mm256_cvtepi8_epi32(v), (Ints::Part)_mm256_cvtepi8_epi32(_mm_srli_si128(v, 8))};
+}
+inline Bits wide(U8x16 x) {
+  const __m128i v = (__m128i)x;
+  return {(Bits::Part)_mm256_cvtepu8_epi32(v), (Bits::Part)_mm256_cvtepu8_epi32(_mm_srli_si128(v, 8))};
+}
+inline Bits wide(U16x16 x) {
+  const __m128i low = _mm256_castsi256_si128((__m256i)x), high = _mm256_extracti128_si256((__m256i)x, 1);
+  return {(Bits::Part)_mm256_cvtepu16_epi32(low), (Bits::Part)_mm256_cvtepu16_epi32(high)};
+}
+inline U16x16 narrow(Bits x) {  // which must fit
+  return (U16x16)_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)x.part[0], (__m256i)x.part[1]), 0xd8);
+}
 #else
-inline Floats floats(I8x16 x) { return __builtin_convertvector(__builtin_convertvector(x, Ints), Floats); }
-inline Floats floats(U16x16 x) { return (Floats)(__builtin_convertvector(x, Bits) << 16); }
+template <class To, class E, class From>
+inline To converted(From x) {
+  E lanes[kLanes];
+  for (int i = 0; i < kLanes; i++) lanes[i] = E(x[i]);
+  return load<To>(lanes);
+}
+inline Ints wide(I8x16 x) { return converted<Ints, int32_t>(x); }
+inline Bits wide(U8x16 x) { return converted<Bits, uint32_t>(x); }
+inline Bits wide(U16x16 x) { return converted<Bits, uint32_t>(x); }
+inline U16x16 narrow(Bits x) { return converted<U16x16, uint16_t>(x); }
 #endif
+inline Floats floats(I8x16 x) { return to_floats(wide(x)); }
+inline Floats floats(U16x16 x) { return (Floats)(wide(x) << 16); }
 
 inline float float_of(uint16_t bfloat16) {
   const uint32_t raw = uint32_t(bfloat16) << 16;
@@ -105,7 +145,7 @@ inline float float_of(uint16_t bfloat16) {
 inline U16x16 bfloat16s(Floats x) {  // to nearest, ties to even; NaN stays NaN
   Bits raw = (Bits)x;
   Bits rounded = (raw + 0x7FFF + ((raw >> 16) & 1)) >> 16;
-  return __builtin_convertvector(x != x ? (raw >> 16) | 0x40 : rounded, U16x16);
+  return narrow(select(x != x, (raw >> 16) | 0x40, rounded));
 }
 
 // Two bfloat16 numbers in each lane: the first in its lower half.
@@ -116,7 +156,7 @@ inline Bits pairs(U16x16 first, U16x16 second) {
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return (Bits)_mm512_permutexvar_epi16(order, both);
 #else
-  return __builtin_convertvector(first, Bits) | __builtin_convertvector(second, Bits) << 16;
+  return wide(first) | wide(second) << 16;
 #endif
 }
 inline Floats first_of(Bits pairs) { return (Floats)(pairs << 16); }
@@ -133,31 +173,20 @@ inline Bits rounded_neighbours(Floats first, Floats second) {
 #endif
 }
 
-// body(0), body(1) ...: constants, so that the compiler keeps arrays that they index in registers.
-template <int... I, class Body>
-EDGE_INLINE void unrolled(std::integer_sequence<int, I...>, const Body& body) {
-  (body(std::integral_constant<int, I>{}), ...);
-}
-template <int N, class Body>
-EDGE_INLINE void unrolled(const Body& body) {
-  unrolled(std::make_integer_sequence<int, N>{}, body);
-}
-#define INLINED __attribute__((always_inline))
-
 // Sums and maxima of 16 lanes, always as the same tree.
 template <class Combine>
 inline float reduce(Floats x, Combine combine) {
-  x = combine(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-  x = combine(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-  x = combine(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-  x = combine(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+  x = combine(x, swapped<8>(x));
+  x = combine(x, swapped<4>(x));
+  x = combine(x, swapped<2>(x));
+  x = combine(x, swapped<1>(x));
   return x[0];
 }
 inline Floats larger(Floats a, Floats b) {  // b if one is NaN
 #if defined(__AVX512F__)
   return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
 #else
-  return a > b ? a : b;
+  return select(a > b, a, b);
 #endif
 }
 inline float total(Floats x) {
@@ -170,7 +199,7 @@ inline Floats exp2_(Floats x) {
 #if defined(__AVX512DQ__)
   const Floats f = (Floats)_mm512_reduce_ps((__m512)x, 8);  // x less the nearest whole number; 0 for -infinity
 #else
-  const Floats clamped = x < -126.0f ? splat(-126.0f) : x;
+  const Floats clamped = select(x < -126.0f, splat(-126.0f), x);
   const Ints whole = round_to_ints(clamped);
   const Floats f = clamped - to_floats(whole);
 #endif
@@ -183,7 +212,7 @@ inline Floats exp2_(Floats x) {
 #if defined(__AVX512DQ__)
   return (Floats)_mm512_scalef_ps((__m512)p, (__m512)(x - f));
 #else
-  return x < -126.0f ? Floats{} : p * (Floats)((whole + 127) << 23);
+  return select(x < -126.0f, Floats{}, p * (Floats)((whole + 127) << 23));
 #endif
 }
 // 2^x for a whole number x <= 0; 0 below -126.
@@ -196,10 +225,10 @@ inline float power_of_two(float x) {
 
 // tanh(x) = sign(x) * (1 - e) / (1 + e), e = exp(-2 |x|)
 inline Floats tanh_(Floats x) {
-  Floats magnitude = x < 0.0f ? -x : x;
+  Floats magnitude = select(x < 0.0f, -x, x);
   Floats e = exp2_(magnitude * (-2.0f * kLog2E));
   Floats t = (1.0f - e) / (1.0f + e);
-  return x < 0.0f ? -t : t;
+  return select(x < 0.0f, -t, t);
 }
 
 // Rows of q and weights, keys and values are of floats, or of pairs of bfloat16 numbers in the same 32 bits.
@@ -270,13 +299,13 @@ void rotate(float* x, const float* cos, const float* sin, int half) {
 void hadamard(float* x, int D) {
   const int block = D & -D;
   const Ints lane = lanes();
-  const auto negated = [&](Floats v, int32_t bit) { return (lane & bit) != 0 ? -v : v; };
+  const auto negated = [&](Floats v, int32_t bit) { return select((lane & bit) != 0, -v, v); };
   for (int d = 0; d < D; d += 16) {
     Floats v = load<Floats>(x + d);
-    v = __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14) + negated(v, 1);
-    v = __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13) + negated(v, 2);
-    v = __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11) + negated(v, 4);
-    v = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7) + negated(v, 8);
+    v = swapped<1>(v) + negated(v, 1);
+    v = swapped<2>(v) + negated(v, 2);
+    v = swapped<4>(v) + negated(v, 4);
+    v = swapped<8>(v) + negated(v, 8);
     store(x + d, v);
   }
   for (int width = 16; width < block; width *= 2)
@@ -318,15 +347,15 @@ Range range_of(const float* x, int D) {
   Floats low = load<Floats>(x), high = low, poison = low * 0.0f;
   for (int d = 16; d < D; d += 16) {
     Floats v = load<Floats>(x + d);
-    low = v < low ? v : low;
-    high = v > high ? v : high;
+    low = select(v < low, v, low);
+    high = select(v > high, v, high);
     poison += v * 0.0f;
   }
   return {-maximum(-low), maximum(high), total(poison)};
 }
 inline Ints rounded(Floats x, float low, float high) {
-  x = x < low ? splat(low) : x;
-  x = x > high ? splat(high) : x;
+  x = select(x < low, splat(low), x);
+  x = select(x > high, splat(high), x);
   return round_to_ints(x);
 }
 
@@ -464,18 +493,6 @@ Page page_of(const Call& call, const Task& task, int index, int query_page) {
           scales(layer.value_minimums)};
 }
 
-// Sixteen pairs of int4 codes, one in the lowest four bits of each half of a lane, less `zero`.
-inline Bits pairs_of_codes(Bits codes, float zero) {
-  const Floats first = to_floats((Ints)(codes & 15)) - zero, second = to_floats((Ints)(codes >> 16 & 15)) - zero;
-  return exact_pairs(first, second);
-}
-inline Bits wide(U8x16 x) {
-#if defined(__AVX512F__)
-  return (Bits)_mm512_cvtepu8_epi32((__m128i)x);
-#else
-  return __builtin_convertvector(x, Bits);
-#endif
-}
 
 // Every reader of pages asks for the memory that is read a block later, line by line as it goes: the processor's own
 // prefetching starts too late in the few kilobytes that a page has in one place, and a core waits for only so many
@@ -494,13 +511,25 @@ void copy(const void* from, const void* next, int count, uint32_t* to) {
 // Keys as (D/2, 16) pairs of dimensions d and d + D/2, or as (D, 16) floats; without their scales.
 void expand_keys(const Page& page, const Page& next, int D, uint32_t* to) {
   const int half = D / 2 * kPage;
+  const auto put = [=](int i, Floats first, Floats second) EDGE_INLINED {
+    if (kDots) {
+      store(to + i, exact_pairs(first, second));
+    } else {
+      store(to + i, first);
+      store(to + half + i, second);
+    }
+  };
   switch (page.format) {
     case kFloat32: copy(page.keys, next.keys, D * kPage, to); break;
     case kBfloat16: {
       const uint16_t* from = static_cast<const uint16_t*>(page.keys);
       for (int i = 0; i < half; i += kPage) {
         prefetch(next.keys, i * 4);
-        store(to + i, pairs(load<U16x16>(from + i), load<U16x16>(from + half + i)));
+        const U16x16 first = load<U16x16>(from + i), second = load<U16x16>(from + half + i);
+        if (kDots)
+          store(to + i, pairs(first, second));
+        else
+          put(i, floats(first), floats(second));
       }
       break;
     }
@@ -508,7 +537,7 @@ void expand_keys(const Page& page, const Page& next, int D, uint32_t* to) {
       const int8_t* from = static_cast<const int8_t*>(page.keys);
       for (int i = 0; i < half; i += kPage) {
         prefetch(next.keys, i * 2);
-        store(to + i, exact_pairs(floats(load<I8x16>(from + i)), floats(load<I8x16>(from + half + i))));
+        put(i, floats(load<I8x16>(from + i)), floats(load<I8x16>(from + half + i)));
       }
       break;
     }
@@ -517,7 +546,7 @@ void expand_keys(const Page& page, const Page& next, int D, uint32_t* to) {
       for (int i = 0; i < half; i += kPage) {
         prefetch(next.keys, i);
         const Bits packed = wide(load<U8x16>(from + i));
-        store(to + i, pairs_of_codes(packed | packed << 12, 7.5f));
+        put(i, to_floats((Ints)(packed & 15)) - 7.5f, to_floats((Ints)(packed >> 4)) - 7.5f);
       }
       break;
     }
@@ -525,45 +554,58 @@ void expand_keys(const Page& page, const Page& next, int D, uint32_t* to) {
 }
 
 // The first values as (count / 2, D) pairs of tokens, or as (count, D) floats; without scales and minimums. A last
-// token that is alone is its own partner, with weight 0: what is in memory after it may be NaN.
+// token of pairs that is alone is its own partner, with weight 0: what is in memory after it may be NaN.
 void expand_values(const Page& page, const Page& next, int D, int count, uint32_t* to) {
   if (page.format == kFloat32) {
     copy(page.values, next.values, count * D, to);
     return;
   }
   const int half = D / 2;
-  const auto expand = [&](int width, auto row) INLINED {
-    for (int token = 0; token < count; token += 2, to += D) row(token * width, token + 1 < count ? width : 0);
+  const auto expand = [&](int width, auto row) EDGE_INLINED {
+    for (int token = 0; token < count; token += 2, to += kDots ? D : 2 * D)
+      row(token * width, token + 1 < count ? width : 0);
+  };
+  const auto put = [&](int d, Floats first, Floats second) EDGE_INLINED {
+    if (kDots) {
+      store(to + d, exact_pairs(first, second));
+    } else {
+      store(to + d, first);
+      store(to + D + d, second);
+    }
   };
   switch (page.format) {
     case kBfloat16: {
       const uint16_t* from = static_cast<const uint16_t*>(page.values);
-      expand(D, [&](int at, int partner) INLINED {
+      expand(D, [&](int at, int partner) EDGE_INLINED {
         for (int d = 0; d < D; d += 16) {
           prefetch(next.values, (at + 2 * d) * 2);
-          store(to + d, pairs(load<U16x16>(from + at + d), load<U16x16>(from + at + partner + d)));
+          const U16x16 first = load<U16x16>(from + at + d), second = load<U16x16>(from + at + partner + d);
+          if (kDots)
+            store(to + d, pairs(first, second));
+          else
+            put(d, floats(first), floats(second));
         }
       });
       break;
     }
     case kInt8: {
       const int8_t* from = static_cast<const int8_t*>(page.values);
-      expand(D, [&](int at, int partner) INLINED {
+      expand(D, [&](int at, int partner) EDGE_INLINED {
         for (int d = 0; d < D; d += 16) {
           prefetch(next.values, at + 2 * d);
-          store(to + d, exact_pairs(floats(load<I8x16>(from + at + d)), floats(load<I8x16>(from + at + partner + d))));
+          put(d, floats(load<I8x16>(from + at + d)), floats(load<I8x16>(from + at + partner + d)));
         }
       });
       break;
     }
     case kInt4: {
       const uint8_t* from = static_cast<const uint8_t*>(page.values);
-      expand(half, [&](int at, int partner) INLINED {
+      expand(half, [&](int at, int partner) EDGE_INLINED {
         for (int d = 0; d < half; d += 16) {
           prefetch(next.values, at + 2 * d);
-          const Bits packed = wide(load<U8x16>(from + at + d)) | wide(load<U8x16>(from + at + partner + d)) << 16;
-          store(to + d, pairs_of_codes(packed, 0));
-          store(to + half + d, pairs_of_codes(packed >> 4, 0));
+          const Bits first = wide(load<U8x16>(from + at + d)), second = wide(load<U8x16>(from + at + partner + d));
+          put(d, to_floats((Ints)(first & 15)), to_floats((Ints)(second & 15)));
+          put(half + d, to_floats((Ints)(first >> 4)), to_floats((Ints)(second >> 4)));
         }
       });
       break;
@@ -574,7 +616,7 @@ void expand_values(const Page& page, const Page& next, int D, int count, uint32_
 void expand_scales(const Page& page, int count, float* key_scales, float* value_scales, float* value_minimums) {
   const auto expand = [&](const uint16_t* from, float otherwise, float* to) {
     const Floats all = from ? floats(load<U16x16>(from)) : splat(otherwise);
-    store(to, lanes() < count ? all : splat(otherwise));
+    store(to, select(lanes() < count, all, splat(otherwise)));
   };
   expand(page.key_scales, 1, key_scales);
   expand(page.value_scales, 1, value_scales);
@@ -610,9 +652,9 @@ void expand_block(const Call& call, const Task& task, int first_key, int count, 
     const int index = (first_key + done) / kPage, num_keys = std::min(kPage, count - done);
     const Page page = page_of(call, task, index, query_page);
     const Page next = page_ahead(call, task, index, query_page);
-    const bool is_float32 = page.format == kFloat32;
-    expand_keys(page, next, D, s.keys + done * (is_float32 ? D : D / 2));
-    expand_values(page, next, D, num_keys, s.values + (is_float32 ? done : done / 2) * D);
+    const bool in_pairs = kDots && page.format != kFloat32;
+    expand_keys(page, next, D, s.keys + done * (in_pairs ? D / 2 : D));
+    expand_values(page, next, D, num_keys, s.values + (in_pairs ? done / 2 : done) * D);
     if (call.layer.key_scales) {
       expand_scales(page, num_keys, s.key_scales + done, s.value_scales + done, s.value_minimums + done);
       __builtin_prefetch(next.key_scales);
@@ -631,22 +673,21 @@ void expand_block(const Call& call, const Task& task, int first_key, int count, 
 struct Singles {
   static constexpr bool kPairs = false, kScaled = false;
 };
-struct Pairs {
-  static constexpr bool kPairs = true, kScaled = false;
+struct Bfloat16s {
+  static constexpr bool kPairs = kDots, kScaled = false;
 };
 struct Codes {
-  static constexpr bool kPairs = true, kScaled = true;
+  static constexpr bool kPairs = kDots, kScaled = true;
 };
 
 // total + a * b, or the two products of pairs.
 template <bool kPairs>
 EDGE_INLINE Floats add_product(Floats total, Bits a, Bits b) {
-  if (!kPairs) return multiply_add((Floats)a, (Floats)b, total);
 #if defined(__AVX512BF16__)
-  return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
-#else
-  return multiply_add(first_of(a), first_of(b), multiply_add(second_of(a), second_of(b), total));
+  if (kPairs) return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
 #endif
+  static_assert(kDots || !kPairs);
+  return multiply_add((Floats)a, (Floats)b, total);
 }
 
 // Otherwise the compiler loads a vector again for every row, and loads are what this is short of.
@@ -663,34 +704,46 @@ struct Expanded {
   const uint32_t* at;
   int vector, step;
   auto operator()(int t) const {
-    return [=, from = at + size_t(t) * step](int j) INLINED { return load<Bits>(from + j * vector); };
+    return [=, from = at + size_t(t) * step](int j) EDGE_INLINED { return load<Bits>(from + j * vector); };
   }
 };
 // ... or straight in bfloat16 pages, which is faster for a few rows.
 struct Pages {
-  static constexpr bool kPairs = true;
+  static constexpr bool kPairs = kDots;
   const uint16_t* pages[kBlockPages];
   const void* ahead[kBlockPages];
 };
-struct KeyPages : Pages {  // vector j is page j
-  int half;
+struct KeyPages : Pages {  // vector j is page first + j
+  int half, first = 0;
+  KeyPages from(int page) const {
+    KeyPages others = *this;
+    others.first = page;
+    return others;
+  }
   auto operator()(int t) const {
-    return [this, t](int j) INLINED {
-      prefetch(ahead[j], t * 64);
-      const uint16_t* from = pages[j] + t * kPage;
-      return pairs(load<U16x16>(from), load<U16x16>(from + half * kPage));
+    return [this, t](int j) EDGE_INLINED {
+      prefetch(ahead[first + j], t * (kDots ? 64 : 32));
+      const uint16_t* from = pages[first + j] + t * kPage;
+      if constexpr (kDots)
+        return pairs(load<U16x16>(from), load<U16x16>(from + half * kPage));
+      else
+        return (Bits)floats(load<U16x16>(from));
     };
   }
 };
 struct ValuePages : Pages {  // vector j is dimensions d + 16 j
   int D, d, count;
   auto operator()(int t) const {
-    const int page = t / (kPage / 2), token = t % (kPage / 2) * 2;
+    constexpr int kPer = kDots ? 2 : 1;
+    const int page = t / (kPage / kPer), token = t % (kPage / kPer) * kPer;
     const uint16_t* first = pages[page] + token * D + d;
     const uint16_t* second = first + (2 * t + 1 < count ? D : 0);
-    return [=, next = static_cast<const uint16_t*>(ahead[page]) + token * D + 2 * d](int j) INLINED {
-      prefetch(next, j * 64);
-      return pairs(load<U16x16>(first + j * 16), load<U16x16>(second + j * 16));
+    return [=, next = static_cast<const uint16_t*>(ahead[page]) + token * D + kPer * d](int j) EDGE_INLINED {
+      prefetch(next, j * 32 * kPer);
+      if constexpr (kDots)
+        return pairs(load<U16x16>(first + j * 16), load<U16x16>(second + j * 16));
+      else
+        return (Bits)floats(load<U16x16>(first + j * 16));
     };
   }
 };
@@ -699,30 +752,34 @@ struct ValuePages : Pages {  // vector j is dimensions d + 16 j
 template <class Right, int R, int N>
 void product(const uint32_t* a, int a_stride, const Right& b, int steps, float* c, int c_stride, const float* factors) {
   Floats acc[R * N];
-  unrolled<R * N>([&](auto i) INLINED {
+  unrolled<R * N>([&](auto i) EDGE_INLINED {
     acc[i] = factors ? load<Floats>(c + i / N * c_stride + i % N * 16) * factors[i / N] : Floats{};
   });
   for (int t = 0; t < steps; t++) {
     Bits v[N];
     const auto vector = b(t);
-    unrolled<N>([&](auto j) INLINED {
+    unrolled<N>([&](auto j) EDGE_INLINED {
       v[j] = vector(j);
       KEEP_IN_REGISTER(v[j]);
     });
-    unrolled<R>([&](auto r) INLINED {
-      const Bits row = a[r * a_stride + t] - Bits{};
-      unrolled<N>([&](auto j) INLINED { acc[r * N + j] = add_product<Right::kPairs>(acc[r * N + j], row, v[j]); });
+    unrolled<R>([&](auto r) EDGE_INLINED {
+      const Bits row = splat(a[r * a_stride + t]);
+      unrolled<N>([&](auto j) EDGE_INLINED { acc[r * N + j] = add_product<Right::kPairs>(acc[r * N + j], row, v[j]); });
     });
   }
-  unrolled<R * N>([&](auto i) INLINED { store(c + i / N * c_stride + i % N * 16, acc[i]); });
+  unrolled<R * N>([&](auto i) EDGE_INLINED { store(c + i / N * c_stride + i % N * 16, acc[i]); });
 }
 
 template <class Right>
 using Product = void (*)(const uint32_t*, int, const Right&, int, float*, int, const float*);
 // By R; as many vectors at once as there are registers for.
+#if defined(__AVX512F__)
 constexpr int vectors_at_once(int R) { return R > 6 ? 2 : 4; }
+#else
+constexpr int vectors_at_once(int R) { return R > 3 ? 1 : 2; }
+#endif
 template <class Right, int R>
-constexpr Product<Right> kProductsOf[4] = {product<Right, R, 1>, product<Right, R, 2>,
+constexpr Product<Right> kProductsOf[4] = {product<Right, R, 1>, product<Right, R, std::min(2, vectors_at_once(R))>,
                                            product<Right, R, std::min(3, vectors_at_once(R))>,
                                            product<Right, R, vectors_at_once(R)>};
 template <class Right, int... R>
@@ -756,7 +813,7 @@ void load_queries(const Call& call, const Task& task, Scratch& s) {
     prepare(call, row_of(r), query(r), q, layer.q_norm, layer.q_eps);
     s.position[r] = call.position(task.sequence, (task.first_row + r) / G);
     uint32_t* to = s.q + r * kStride;
-    if (layer.format == kFloat32) {
+    if (!kDots || layer.format == kFloat32) {
       for (int d = 0; d < D; d += 16) store(to + d, load<Floats>(q + d) * factor);
       continue;
     }
@@ -775,20 +832,20 @@ EDGE_INLINE void look(const EdgeAttentionLayer& layer, Scratch& s, int r, float*
   const int first = layer.window > 0 ? last - layer.window + 1 : 0;
   const bool capped = layer.softcap > 0, masked = last < kBlock - 1 || first > 0;
   Floats x[kBlockPages], top = splat(-INFINITY);
-  unrolled<kBlockPages>([&](auto j) INLINED {
+  unrolled<kBlockPages>([&](auto j) EDGE_INLINED {
     x[j] = load<Floats>(scores + j * 16);
     if (Form::kScaled) x[j] *= load<Floats>(s.key_scales + j * 16);
   });
-  if (capped) unrolled<kBlockPages>([&](auto j) INLINED { x[j] = tanh_(x[j]) * (layer.softcap * kLog2E); });
+  if (capped) unrolled<kBlockPages>([&](auto j) EDGE_INLINED { x[j] = tanh_(x[j]) * (layer.softcap * kLog2E); });
   if (masked)
-    unrolled<kBlockPages>([&](auto j) INLINED {
+    unrolled<kBlockPages>([&](auto j) EDGE_INLINED {
       const Ints key = lanes() + j * 16;
-      x[j] = key <= last ? x[j] : splat(-INFINITY);
-      x[j] = key >= first ? x[j] : splat(-INFINITY);
+      x[j] = select(key <= last, x[j], splat(-INFINITY));
+      x[j] = select(key >= first, x[j], splat(-INFINITY));
     });
   if (Form::kScaled || capped || masked)
-    unrolled<kBlockPages>([&](auto j) INLINED { store(scores + j * 16, x[j]); });
-  unrolled<kBlockPages>([&](auto j) INLINED { top = larger(x[j], top); });
+    unrolled<kBlockPages>([&](auto j) EDGE_INLINED { store(scores + j * 16, x[j]); });
+  unrolled<kBlockPages>([&](auto j) EDGE_INLINED { top = larger(x[j], top); });
   const float before = s.max[r], now = std::max(before, std::ceil(maximum(top)));
   s.max[r] = now;
   s.factors[r] = power_of_two(before - (now == -INFINITY ? 0.0f : now));
@@ -799,20 +856,19 @@ template <class Form>
 EDGE_INLINE void weigh(Scratch& s, int r, const float* scores, uint32_t* weights) {
   const float max = s.max[r] == -INFINITY ? 0.0f : s.max[r];
   Floats x[kBlockPages];
-  unrolled<kBlockPages>([&](auto j) INLINED { x[j] = exp2_(load<Floats>(scores + j * 16) - max); });
+  unrolled<kBlockPages>([&](auto j) EDGE_INLINED { x[j] = exp2_(load<Floats>(scores + j * 16) - max); });
   const Floats sum = s.sums[r] * s.factors[r];
-  if (!Form::kPairs) {
-    unrolled<kBlockPages>([&](auto j) INLINED { store(weights + j * 16, x[j]); });
-    s.sums[r] = sum + ((x[0] + x[1]) + (x[2] + x[3]));
-    return;
-  }
+  if (Form::kScaled || !Form::kPairs) s.sums[r] = sum + ((x[0] + x[1]) + (x[2] + x[3]));
   if (Form::kScaled) {
-    s.sums[r] = sum + ((x[0] + x[1]) + (x[2] + x[3]));
     s.minimums[r] *= s.factors[r];
-    unrolled<kBlockPages>([&](auto j) INLINED {
+    unrolled<kBlockPages>([&](auto j) EDGE_INLINED {
       s.minimums[r] = multiply_add(x[j], load<Floats>(s.value_minimums + j * 16), s.minimums[r]);
       x[j] *= load<Floats>(s.value_scales + j * 16);
     });
+  }
+  if (!Form::kPairs) {
+    unrolled<kBlockPages>([&](auto j) EDGE_INLINED { store(weights + j * 16, x[j]); });
+    return;
   }
   const Bits low = rounded_neighbours(x[0], x[1]), high = rounded_neighbours(x[2], x[3]);
   store(weights, low);
@@ -871,12 +927,16 @@ void attend_pages(const Call& call, const Task& task, Scratch& s, int first_key,
   keys.half = D / 2;
   values.D = D;
   values.count = count;
-  multiply<KeyPages, kFewRows>(
-    task.num_rows, num_pages, s.q, kStride, keys, D / 2, s.scores, kScoreStride, nullptr);
-  soften<Pairs>(call.layer, s, 0, task.num_rows, first_key);
-  for (values.d = 0; values.d < D; values.d += 64)
-    multiply<ValuePages, kFewRows>(task.num_rows, std::min(4, (D - values.d) / 16), s.weights, kScoreStride, values,
-                                   (count + 1) / 2, s.acc + values.d, kStride, begins ? nullptr : s.factors);
+  constexpr int kPer = kDots ? 2 : 1;
+  const int rows = task.num_rows, at_once = vectors_at_once(rows);
+  for (int j = 0; j < num_pages; j += at_once) {
+    multiply<KeyPages, kFewRows>(rows, std::min(at_once, num_pages - j), s.q, kStride, keys.from(j), D / kPer,
+                                 s.scores + j * kPage, kScoreStride, nullptr);
+  }
+  soften<Bfloat16s>(call.layer, s, 0, rows, first_key);
+  for (values.d = 0; values.d < D; values.d += 16 * at_once)
+    multiply<ValuePages, kFewRows>(rows, std::min(at_once, (D - values.d) / 16), s.weights, kScoreStride, values,
+                                   (count + kPer - 1) / kPer, s.acc + values.d, kStride, begins ? nullptr : s.factors);
 }
 
 void attend_block(const Call& call, const Task& task, Scratch& s, int first_key, int count, bool begins) {
@@ -886,7 +946,7 @@ void attend_block(const Call& call, const Task& task, Scratch& s, int first_key,
       if (task.num_rows <= kFewRows)
         attend_pages(call, task, s, first_key, count, begins);
       else
-        attend_block<Pairs>(call, task, s, first_key, count, begins);
+        attend_block<Bfloat16s>(call, task, s, first_key, count, begins);
       break;
     default: attend_block<Codes>(call, task, s, first_key, count, begins); break;
   }

@@ -20,6 +20,7 @@ using edge::Bytes;
 using edge::Floats;
 using edge::Ints;
 using edge::kLanes;
+using edge::unrolled;
 
 namespace {
 
@@ -118,7 +119,7 @@ EDGE_INLINE Floats gated(Floats gate, Floats up, bool gelu) {
   Floats z = gate;
   if (gelu) z = gate * (1.5957691216f + 0.0713548163f * gate * gate);  // 2 sqrt(2 / pi) (x + 0.044715 x^3)
   const Floats most = edge::splat(86.0f);
-  z = z > most ? most : z < -most ? -most : z;  // NaN stays
+  z = edge::select(z > most, most, edge::select(z < -most, -most, z));  // NaN stays
   return gate / (1.0f + edge::exp(-z)) * up;
 }
 
@@ -146,7 +147,7 @@ void quantize_row(const float* x, int64_t K, bool is_gated, const Tile& tile, in
     // The bits of floats without signs are in order, NaN above all: a NaN or infinity becomes the scale, so that it
     // reaches every output of this row.
     const Ints low_bits = (Ints)low & 0x7fffffff, high_bits = (Ints)high & 0x7fffffff;
-    const int32_t bits = edge::largest(low_bits > high_bits ? low_bits : high_bits);
+    const int32_t bits = edge::largest(edge::select(low_bits > high_bits, low_bits, high_bits));
     float most;
     std::memcpy(&most, &bits, sizeof most);
     const float inverse = most > 1e-30f ? 127.0f / most : 0.0f, scale = most / 127.0f;
@@ -157,8 +158,9 @@ void quantize_row(const float* x, int64_t K, bool is_gated, const Tile& tile, in
     if (most > outlier) {
       low_fine = edge::round_to_ints((low - edge::to_floats(low_codes)) * 256.0f);
       high_fine = edge::round_to_ints((high - edge::to_floats(high_codes)) * 256.0f);
-      low_fine = low_fine > 127 ? 127 : low_fine;
-      high_fine = high_fine > 127 ? 127 : high_fine;
+      const Ints most_fine = edge::splat(127);
+      low_fine = edge::select(low_fine > 127, most_fine, low_fine);
+      high_fine = edge::select(high_fine > 127, most_fine, high_fine);
       __atomic_store_n(tile.is_fine + b, 1, __ATOMIC_RELAXED);  // other threads have other rows of the tile
     }
     const int64_t at = (b * M + m) * kBlock;
@@ -181,28 +183,98 @@ void quantize_row(const float* x, int64_t K, bool is_gated, const Tile& tile, in
 // The columns of a block whose weights share a scale: all, or with groups of 16 one half.
 enum Columns { kAll, kFirst, kLast };
 
-// Adds to `totals` (M,) the products of a block's weights with `codes` (M, 32). All rows side by side, so that no sum
-// waits for the one before it.
+EDGE_INLINE Bytes low_halves(Bytes v) { return v & 15; }
+EDGE_INLINE Bytes high_halves(Bytes v) { return (Bytes)((edge::Words)v >> 4) & 15; }
+
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+// There is no instruction that adds four products of bytes without cutting off large sums. So codes are taken in halves
+// of 4 bits, whose products with a block's 32 numbers fit into 16 bits in sum.
+#define EDGE_BY_HALVES
+using Sums = edge::Shorts;
+
+EDGE_INLINE Sums add_products(Sums sums, Bytes codes, const int8_t* four) {
+  int32_t packed;
+  std::memcpy(&packed, four, sizeof packed);
+#if defined(__AVX512BW__)
+  return sums + (Sums)_mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(packed));
+#else
+  const __m256i values = _mm256_set1_epi32(packed);
+  EDGE_EACH_PART(sums.part[i] += (Sums::Part)_mm256_maddubs_epi16((__m256i)codes.part[i], values);
+                 __asm__("" : "+x"(sums.part[i])))  // else all products are made first, and find no registers
+  return sums;
+#endif
+}
+EDGE_INLINE Ints add_neighbours(Sums sums) {
+#if defined(__AVX512BW__)
+  return (Ints)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1));
+#else
+  Ints to;
+  EDGE_EACH_PART(to.part[i] = (Ints::Part)_mm256_madd_epi16((__m256i)sums.part[i], _mm256_set1_epi16(1)))
+  return to;
+#endif
+}
+
+#else
+using Sums = Ints;
+
+// For each of 16 outputs: sums + the product of its four codes with the same four values.
+EDGE_INLINE Sums add_products(Sums sums, Bytes codes, const int8_t* four) {
+#if defined(__AVX512VNNI__)
+  int32_t packed;
+  std::memcpy(&packed, four, sizeof packed);
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(packed));
+#else
+  uint8_t of[64];
+  int32_t lanes[kLanes];
+  edge::store(of, codes);
+  edge::store(lanes, sums);
+  for (int i = 0; i < kLanes; ++i)
+    for (int k = 0; k < 4; ++k) lanes[i] += of[4 * i + k] * four[k];
+  return edge::load<Ints>(lanes);
+#endif
+}
+#endif
+
+// Adds to `sums` (M,) the products of a block's weights with `codes` (M, 32); `first` and `last` give the weights of
+// columns 4 i and 16 + 4 i. All rows side by side, so that no sum waits for the one before it.
+template <int M, Columns COLUMNS, class First, class Last>
+EDGE_INLINE void add_block(const First& first, const Last& last, const int8_t* codes, Sums* sums) {
+  unrolled<4>([&](auto i) EDGE_INLINED {
+    const Bytes of_first = first(i), of_last = last(i);
+    unrolled<COLUMNS == kLast ? 0 : M>([&](auto m) EDGE_INLINED {
+      sums[m] = add_products(sums[m], of_first, codes + m * kBlock + 4 * i);
+    });
+    unrolled<COLUMNS == kFirst ? 0 : M>([&](auto m) EDGE_INLINED {
+      sums[m] = add_products(sums[m], of_last, codes + m * kBlock + 16 + 4 * i);
+    });
+  });
+}
+
+// Adds to `totals` (M,) the products of a block's weights with `codes` (M, 32).
 template <int M, int BITS, Columns COLUMNS>
 EDGE_INLINE void multiply_codes(const uint8_t* weights, const int8_t* codes, Ints* totals) {
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    Bytes first, last;  // of columns 4 i and 16 + 4 i
-    if (BITS == 8) {
-      first = edge::load<Bytes>(weights + 64 * i);
-      last = edge::load<Bytes>(weights + 64 * (i + 4));
-    } else {
-      const Bytes both = edge::load<Bytes>(weights + 64 * i);
-      first = both & 15;
-      last = (Bytes)((edge::Words)both >> 4) & 15;
-    }
-    if (COLUMNS != kLast)
-#pragma GCC unroll 16
-      for (int m = 0; m < M; ++m) totals[m] = edge::dot(totals[m], first, codes + m * kBlock + 4 * i);
-    if (COLUMNS != kFirst)
-#pragma GCC unroll 16
-      for (int m = 0; m < M; ++m) totals[m] = edge::dot(totals[m], last, codes + m * kBlock + 16 + 4 * i);
+  const auto vector = [=](int i) { return edge::load<Bytes>(weights + 64 * i); };
+  const auto low = [=](int i) { return low_halves(vector(i)); };
+  const auto high = [=](int i) { return high_halves(vector(i)); };
+#if defined(EDGE_BY_HALVES)
+  Sums sums[M] = {};
+  if (BITS == 8) {
+    add_block<M, COLUMNS>(high, [=](int i) { return high_halves(vector(i + 4)); }, codes, sums);
+    unrolled<M>([&](auto m) EDGE_INLINED {
+      totals[m] += add_neighbours(sums[m]) << 4;
+      sums[m] = Sums{};
+    });
+    add_block<M, COLUMNS>(low, [=](int i) { return low_halves(vector(i + 4)); }, codes, sums);
+  } else {
+    add_block<M, COLUMNS>(low, high, codes, sums);
   }
+  unrolled<M>([&](auto m) EDGE_INLINED { totals[m] += add_neighbours(sums[m]); });
+#else
+  if (BITS == 8)
+    add_block<M, COLUMNS>(vector, [=](int i) { return vector(i + 4); }, codes, totals);
+  else
+    add_block<M, COLUMNS>(low, high, codes, totals);
+#endif
 }
 
 // Adds to `out` (M,) what COLUMNS of block b contribute. A row that is held in 8 bits gets the same bits whether or not
@@ -217,25 +289,24 @@ EDGE_INLINE void multiply_block(const uint8_t* weights, const uint16_t* scales, 
   const float* row_scales = tile.scales + row;
   const float* sums = COLUMNS == kAll ? tile.sums + row : tile.half_sums + 2 * row + (COLUMNS == kLast ? M : 0);
   Ints totals[M];
-#pragma GCC unroll 16
-  for (int m = 0; m < M; ++m) totals[m] = kCounted ? edge::splat(counts[m]) >> (8 - kMiddle) : Ints{};
+  unrolled<M>([&](auto m) EDGE_INLINED {
+    totals[m] = kCounted ? edge::splat(counts[m]) >> (8 - kMiddle) : Ints{};
+  });
   multiply_codes<M, BITS, COLUMNS>(weights, tile.codes + row * kBlock, totals);
   Floats scale = edge::load_halves(scales);
   const Floats minimum = SYMMETRIC ? scale * -float(1 << kMiddle) : edge::load_halves(minimums);
   if (__builtin_expect(tile.is_fine[b], false)) {
     scale *= 0x1p-8f;
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
+    unrolled<M>([&](auto m) EDGE_INLINED {
       totals[m] <<= 8;
       if (kCounted) totals[m] += edge::splat(counts[m]) << kMiddle & 255;  // what the shift to the right has lost
-    }
+    });
     multiply_codes<M, BITS, COLUMNS>(weights, tile.fine_codes + row * kBlock, totals);
   }
-#pragma GCC unroll 16
-  for (int m = 0; m < M; ++m) {
+  unrolled<M>([&](auto m) EDGE_INLINED {
     if (!kCounted) out[m] = edge::multiply_add(minimum, edge::splat(sums[m]), out[m]);
     out[m] = edge::multiply_add(edge::to_floats(totals[m]), scale * row_scales[m], out[m]);
-  }
+  });
 }
 
 // results (M, 16) = a tile times a panel. HALVES: the weights' groups are of 16 columns. `ahead`, if any, is the panel
@@ -269,7 +340,7 @@ void multiply(const Part& part, const uint8_t* panel, const uint8_t* ahead, cons
       }
     }
   }
-  for (int m = 0; m < M; ++m) results[m] = out[m];
+  unrolled<M>([&](auto m) EDGE_INLINED { results[m] = out[m]; });
 }
 
 using Multiply = void (*)(const Part&, const uint8_t*, const uint8_t*, const Tile&, int64_t, Floats*);
