@@ -347,6 +347,22 @@ def test_a_prompt_that_was_seen_before_is_cached_within_its_account_only(make: C
     assert [(usage.input_tokens, usage.cached_input_tokens) for usage in used] == [(70, 0), (6, 64), (70, 0)]
 
 
+def test_a_prompt_of_full_pages_is_cached_but_for_its_last_token(tmp_path: Path, kernels: Kernels) -> None:
+    folder = tiny_models.save_folder(tmp_path / "even", hidden_size=64, head_dim=16, num_attention_heads=4)
+    for kv, num_new in (("bfloat16", 1), ("int8", 1), ("int4", 16)):
+        loop = Loop(folder, options=ModelOptions(weights="int8", kv=kv), kernels=kernels)  # type: ignore[arg-type]
+        try:
+            loop.submit(1, "x" * 64, max_tokens=40)
+            loop.submit(2, "x" * 64, max_tokens=40)
+            first, second = loop.finish(1, 2)
+            assert first.last.usage.input_tokens == 64
+            assert (second.last.usage.input_tokens, second.last.usage.cached_input_tokens) == (num_new, 64 - num_new)
+            if kv != "int4":
+                assert second.text == first.text
+        finally:
+            loop.stop()
+
+
 def test_guessing_changes_no_answer(tmp_path: Path, kernels: Kernels) -> None:
     folder = tiny_models.save_folder(tmp_path / "even", hidden_size=64, head_dim=16, num_attention_heads=4)
     prompts = ["ab" * 30, "the cat sat on the mat. the cat sat on", "hello"]

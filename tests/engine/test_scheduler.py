@@ -246,6 +246,23 @@ def test_a_prompt_that_was_seen_is_found_but_for_its_last_page() -> None:
     assert len(set(again.pages + longer.pages)) == 5
 
 
+def test_of_full_pages_only_the_last_token_is_computed_where_it_is_stored_as_it_was() -> None:
+    scheduler = make()
+    scheduler.recomputes_in_place = True
+    tokens = list(range(12))
+    first = prompt(1, tokens[:])
+    scheduler.add(first)
+    run(scheduler)
+    again, shorter = prompt(2, tokens[:]), prompt(3, tokens[:11])
+    for member in (again, shorter):
+        scheduler.add(member)
+    assert run(scheduler) == [(1, 1), (2, 1), (3, 3)]
+    assert (again.num_cached_tokens, shorter.num_cached_tokens) == (11, 8)
+    assert again.pages[:3] == first.pages[:3]
+    run(scheduler)
+    assert again.pages[3] != first.pages[3]
+
+
 def test_the_answer_is_found_in_the_next_turn() -> None:
     scheduler = make()
     first = prompt(1, [1, 2, 3])
@@ -500,8 +517,12 @@ class Engine:
             assert self.slots[self.slot(member, position)] == right[position]
         for position in range(start, end):
             page, _ = slot = self.slot(member, position)
-            assert self.allocator._counts[page] == 1
-            assert page not in self.allocator._keys
+            if page in self.allocator._keys:  # it is stored again as it was
+                assert self.scheduler.recomputes_in_place
+                assert position == member.num_tokens - 1
+                assert self.slots[slot] == right[position]
+            else:
+                assert self.allocator._counts[page] == 1
             self.slots[slot] = right[position]
         self.num_computed[member.id] += max(0, min(end, member.num_prompt_tokens) - start)
         if not chunk.completes:
@@ -559,6 +580,7 @@ traces = st.lists(
     draft=st.lists(st.booleans(), max_size=4),
     max_overtaken=st.integers(0, 4),
     arrivals_per_priority=st.integers(0, 4),
+    recomputes_in_place=st.booleans(),
 )
 def test_random_traces(
     traces: list[Trace],
@@ -569,6 +591,7 @@ def test_random_traces(
     draft: list[bool],
     max_overtaken: int,
     arrivals_per_priority: int,
+    recomputes_in_place: bool,
 ) -> None:
     """Whatever happens: everybody reads its own prefix and finishes, and budget, pages and fairness are kept."""
     scheduler = make(
@@ -579,6 +602,7 @@ def test_random_traces(
         arrivals_per_priority=arrivals_per_priority,
     )
     scheduler.prefill_tokens = prefill_tokens
+    scheduler.recomputes_in_place = recomputes_in_place
     engine = Engine(scheduler, step_tokens, num_answer, draft)
     common = [(position * 7) % 5 for position in range(40)]
     for trace in traces:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from edge.config import EngineConfig, ModelOptions
 from edge.engine.grammar import GrammarCompiler
+from edge.engine.kernels import Kernels
 from edge.engine.lora import AdapterStore
+from edge.engine.models.decoder import Decoder
 from edge.engine.pace import Pace
 from edge.engine.runner import ModelRunner
 from edge.engine.scheduler import Scheduler
@@ -36,9 +38,20 @@ class LoadedModel:
             max_running=config.max_batch_size,
             max_waiting=config.max_waiting,
         )
+        self.scheduler.recomputes_in_place = self._recomputes_in_place
         self.pace = Pace(config.step_tokens)
         self.max_length = min(runner.model.config.context_length, self.scheduler.max_sequence_tokens)
         """Tokens that a sequence can have, prompt and answer."""
+
+    def use(self, decoder: Decoder, kernels: Kernels) -> None:
+        """Go on with `decoder`, which is the same model on `kernels`."""
+        self.runner.use(decoder, kernels)
+        self.scheduler.recomputes_in_place = self._recomputes_in_place
+
+    @property
+    def _recomputes_in_place(self) -> bool:
+        # An int4 page that has lost its full-precision copy is read with less precision than when it was written.
+        return self.runner.is_row_independent and self.runner.cache.format != "int4"
 
     @property
     def shares_prefixes(self) -> bool:

@@ -19,6 +19,7 @@ from edge.engine.generation import Generation, Growth, shares
 from edge.engine.kernels import Kernels
 from edge.engine.loaded import LoadedModel
 from edge.engine.models.decoder import Decoder
+from edge.engine.pace import Prompts
 from edge.engine.sampler import Choice, sample
 from edge.engine.scheduler import Chunk
 from edge.errors import EdgeError, InvalidInput, UnknownModel
@@ -105,7 +106,7 @@ class StepLoop:
             case Remove(name):
                 self._remove_model(self._models.pop(name))
             case Upgrade(model, decoder, kernels):
-                model.runner.use(decoder, kernels)
+                model.use(decoder, kernels)
             case Submit(model, generation):
                 self._submit(model, generation)
             case MoreDeltas(id, num_deltas):
@@ -148,10 +149,12 @@ class StepLoop:
             self._generations[sequence.id][1].guess()
         num_answering = sum(sequence.num_output_tokens > 0 for sequence in scheduler.running)
         num_prompts = len(scheduler.waiting) + len(scheduler.running) - num_answering
-        scheduler.prefill_tokens = model.pace.prompt_tokens(num_answering, num_prompts)
+        num_seen = max((s.num_computed_tokens for s in scheduler.running if s.num_missing_tokens > 1), default=0)
+        scheduler.prefill_tokens = model.pace.prompt_tokens(num_answering, num_prompts, num_seen)
         chunks = scheduler.schedule()
         if not chunks:
             return
+        prompts = _prompts(chunks)
         members = [self._generations[chunk.sequence.id][1] for chunk in chunks]
         try:
             results = _compute(model, chunks, members)
@@ -160,8 +163,7 @@ class StepLoop:
             failure = EdgeError(f"the engine failed in a step: {type(error).__name__}: {error}")
             results = [_Broken(failure, taints=True)] * len(chunks)
         step_us = (time.perf_counter_ns() - started_ns) // 1000
-        num_decoding = sum(chunk.num_tokens - chunk.num_draft == 1 for chunk in chunks)
-        model.pace.observe(num_decoding, sum(c.num_tokens - c.num_draft for c in chunks) - num_decoding, step_us)
+        model.pace.observe(sum(_decodes(chunk) for chunk in chunks), prompts, step_us)
         for generation, share in zip(members, shares(step_us, [chunk.num_tokens for chunk in chunks]), strict=True):
             generation.charge(share)
         self._emit([frame for member in zip(members, results, strict=True) for frame in self._frames(model, *member)])
@@ -192,6 +194,16 @@ class StepLoop:
         model, _ = self._generations.pop(generation.id)
         model.runner.adapters.pop(generation.id, None)
         return model
+
+
+def _decodes(chunk: Chunk) -> bool:
+    return chunk.num_tokens - chunk.num_draft == 1
+
+
+def _prompts(chunks: list[Chunk]) -> Prompts:
+    """What of `chunks`, before they are computed, is of prompts."""
+    pieces = [(c.num_tokens - c.num_draft, c.sequence.num_computed_tokens) for c in chunks if not _decodes(c)]
+    return Prompts(sum(count for count, _ in pieces), sum(count * before for count, before in pieces))
 
 
 @dataclass(frozen=True, slots=True)

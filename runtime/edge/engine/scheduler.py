@@ -117,6 +117,9 @@ class Scheduler:
             raise ValueError(f"step_tokens ({step_tokens}) must be greater than max_running ({max_running})")
         self.prefill_tokens = step_tokens
         """Prompt tokens of a step while others wait for their next token; may be set between steps."""
+        self.recomputes_in_place = False
+        """Whether computing a token again stores the same bits as before, so that a page of which only the last token is
+        wanted again can be shared as well; may be set between steps."""
         self._allocator = allocator
         self._step_tokens = step_tokens
         self._max_running = max_running
@@ -340,14 +343,17 @@ class Scheduler:
         self._allocator.share(found)
         sequence.pages = found + self._allocator.take(num_new)
         sequence.num_published_pages = len(found)
-        sequence.num_computed_tokens = len(found) * self._allocator.page_size
+        # The last token is always computed, for its logits.
+        num_found_tokens = len(found) * self._allocator.page_size
+        sequence.num_computed_tokens = min(num_found_tokens, sequence.num_tokens - 1)
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = sequence.num_computed_tokens
         return True
 
     def _max_shared_pages(self, sequence: Sequence) -> int:
-        """Not the page of the last token: that one must be computed, for its logits."""
-        return (sequence.num_tokens - 1) // self._allocator.page_size
+        """Not the page of the last token, which is stored again, unless it is stored as it was."""
+        num_tokens = sequence.num_tokens if self.recomputes_in_place else sequence.num_tokens - 1
+        return num_tokens // self._allocator.page_size
 
     def _extend_keys(self, sequence: Sequence) -> None:
         extend_keys(sequence.page_keys, sequence.salt, sequence.tokens, self._allocator.page_size)
