@@ -82,12 +82,13 @@ class ModelRunner:
     def _forward(self, chunks: list[Chunk]) -> Tensor:
         step = build_step(chunks, self.allocator.page_size, self.device)
         step.adapters = self._step_adapters(chunks)
-        hidden = self.model(step, self.cache)  # (T, C)
-        # The head is as large as several layers: only rows that need it go through it.
-        rows = _rows(chunks)
-        if len(rows) < len(hidden):
-            hidden = hidden[torch.from_numpy(rows).to(self.device)]
-        return self.model.logits(hidden)
+        # The head is as large as several layers: only rows that need it go through it, and through the last layer.
+        rows = torch.from_numpy(_rows(chunks)).to(self.device)
+        if len(rows) == step.num_tokens:
+            return self.model.logits(self.model(step, self.cache))
+        if step.adapters is not None:
+            return self.model.logits(self.model(step, self.cache)[rows])
+        return self.model.logits(self.model(step, self.cache, rows))
 
     def _run_one_by_one(self, chunks: list[Chunk]) -> Tensor:
         """Every token as a step of its own: slow, but the same operations on the same shapes whatever else runs.

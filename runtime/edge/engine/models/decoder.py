@@ -47,13 +47,17 @@ class Decoder:
         self.is_row_independent = loader.is_row_independent and attention is not paged_attention
         """Whether a token's result does not depend, to the last bit, on what else is in the step."""
 
-    def __call__(self, step: Step, cache: KvCache) -> Tensor:
-        """Hidden states (T, C) of the step's tokens, normed; their keys and values are stored in `cache`."""
+    def __call__(self, step: Step, cache: KvCache, rows: Tensor | None = None) -> Tensor:
+        """Hidden states (T, C) of the step's tokens, normed; their keys and values are stored in `cache`.
+
+        With `rows` (R,) int64 only these rows are computed to the end, and returned: (R, C). Not with adapters.
+        """
         x = self._embed(step.tokens)  # (T, C)
         tables = [rotary.tables(step.positions) for rotary in self._rotaries]
+        last = self.layers[-1]
         for layer in self.layers:
             cos, sin = tables[layer.rotary]
-            x = layer(x, cos, sin, step, cache)
+            x = layer(x, cos, sin, step, cache, rows if layer is last else None)
         return self._norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -85,13 +89,18 @@ class Layer:
             self.attention_post_norm = loader.applied_norm(f"{name}.attention_post_norm.weight")
             self.mlp_post_norm = loader.applied_norm(f"{name}.mlp_post_norm.weight")
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, step: Step, cache: KvCache) -> Tensor:
-        """x (T, C) after this layer; `x` itself is overwritten."""
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, step: Step, cache: KvCache, rows: Tensor | None = None
+    ) -> Tensor:
+        """x (T, C) after this layer, or with `rows` (R,) these rows of it; `x` itself is overwritten."""
         adapters, index = step.adapters, self.index
         qkv = self.qkv(x, norm=self.attention_norm)  # (T, (H + 2K) D)
         if adapters is not None:
             adapters.add("qkv", index, x, qkv, self.attention_norm)
         attended = self.attention(qkv, self.shape, cos, sin, cache, index, step)  # (T, H D)
+        if rows is not None:
+            assert adapters is None, "adapters are told of all rows"
+            x, attended = x[rows], attended[rows]
         x = self._plus(x, "o", self.o, attended, None, self.attention_post_norm, adapters)
         gate_up = self.gate_up(x, norm=self.mlp_norm)  # (T, 2I)
         if adapters is not None:
