@@ -7,7 +7,6 @@ FD is an inherited socket to the node, PARENT the node's process id, CACHE the f
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import socket
@@ -18,17 +17,16 @@ from pathlib import Path
 import msgspec
 
 from edge.config import EngineConfig
+from edge.engine.parent import die_with
 from edge.errors import ConfigError
 from workers._wire import FrameError
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> None:
     """Run an engine on the socket that `arguments` name."""
     fd, parent, cache_dir = int(arguments[0]), int(arguments[1]), Path(arguments[2])
     config = msgspec.json.decode(arguments[3], type=EngineConfig)
-    _die_with(parent)
+    die_with(parent)
     # A service manager signals all processes of a service at once; the node decides when its engine ends.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -48,12 +46,6 @@ async def _serve_until_closed(serving: Coroutine[None, None, None]) -> None:
         os._exit(1)
     # A step or a load may still run in its thread, for nobody.
     os._exit(0)
-
-
-def _die_with(parent: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ Letters: T rows of the step, R rank.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import threading
 from collections import OrderedDict
@@ -124,7 +125,8 @@ class AdapterStore:
         try:
             return Adapter(name, read_adapter(self._folder / name), self._config, self._device, version)
         except WeightsError as error:
-            raise InvalidInput(error.message, param="lora") from error
+            message = error.message.replace(f"{self._folder}{os.sep}", "")  # the caller need not know where it lies
+            raise InvalidInput(message, param="lora") from error
 
 
 class StepAdapters:

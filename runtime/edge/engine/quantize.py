@@ -16,9 +16,7 @@ about stores.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +35,7 @@ from edge.engine.fidelity import Subject, compare, make_cache, read
 from edge.engine.layers import Projection, RmsNorm, prologue
 from edge.engine.models import load_model
 from edge.engine.models.decoder import Decoder
+from edge.engine.parent import die_with
 from edge.engine.tokenizer import Tokenizer
 from edge.errors import EdgeError, WeightsError
 from edge.weights.checkpoint import Checkpoint, open_checkpoint
@@ -311,12 +310,9 @@ def _say_layers(done: int, total: int) -> None:
         _say(f"Quantized {total} layers")
 
 
-_PR_SET_PDEATHSIG = 1
-
-
 def main(arguments: list[str]) -> int:
     """Do the job that `arguments` name; the exit code. Ends with the process that started it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with(os.getppid())
     try:
         result = run(msgspec.json.decode(arguments[0], type=Job))
     except EdgeError as error:

@@ -62,6 +62,22 @@ def test_it_equals_torch(kernels: Kernels, name: str, format: str) -> None:
     assert_near(got, expected, format)
 
 
+@pytest.mark.slow
+def test_without_the_best_instructions(lesser_kernels: Kernels) -> None:
+    for format, name in itertools.product(FORMATS, ("plain", "window", "softcap", "all")):
+        kind = SHAPES[name]
+        got, expected = (
+            mixed(Attending(attention, kind, make_cache(format, kind), LENGTHS, num_rotary=kind.head_dim // 2))
+            for attention in (NativeAttention(lesser_kernels), paged_attention)
+        )
+        assert_near(got, expected, format)
+        whole, in_chunks = (
+            Attending(NativeAttention(lesser_kernels), kind, make_cache(format, kind), [90]).finish(size)[0]
+            for size in (90, 7)
+        )
+        assert torch.equal(whole, in_chunks)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_it_equals_the_reference(kernels: Kernels, format: str) -> None:
     kind = SHAPES["plain"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from pathlib import Path
 
@@ -53,6 +54,17 @@ def test_a_damaged_file_is_compiled_again_and_never_loaded(source: Path, tmp_pat
     path.write_bytes(damaged)
     assert answer(tmp_path / "cache") == 42
     assert path.read_bytes()[:half] == content[:half]
+
+
+@needs_compiler
+def test_only_the_newest_results_are_kept(source: Path, tmp_path: Path) -> None:
+    paths = []
+    for version in range(kernels.KEPT + 2):
+        source.write_text(f'extern "C" int answer() {{ return {version}; }}\n')
+        assert answer(tmp_path / "cache") == version
+        paths.append(load(tmp_path / "cache").path)
+        os.utime(paths[-1], (version, version))
+    assert [path for path in paths if path.exists()] == paths[2:]
 
 
 @needs_compiler

@@ -36,6 +36,9 @@ FLAGS = (
 """No -ffast-math: the order of every sum is part of what a kernel promises."""
 COMPILE_TIMEOUT_S = 300.0
 
+KEPT = 4
+"""How many results a folder keeps: several versions and machines can share it."""
+
 _BUILDING = "building-"
 _DIGEST_BYTES = 32
 
@@ -127,6 +130,13 @@ def _processor() -> str:
     return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
 
 
+def _age(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
 def _build(found: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with (path.parent / "build.lock").open("w") as lock:
@@ -145,3 +155,6 @@ def _build(found: str, path: Path) -> None:
             content = built.read_bytes()
             built.write_bytes(content + hashlib.sha256(content).digest())
             built.rename(path)
+    others = sorted((other for other in path.parent.glob("kernels-*.so") if other != path), key=_age, reverse=True)
+    for old in others[KEPT - 1 :]:
+        old.unlink(missing_ok=True)

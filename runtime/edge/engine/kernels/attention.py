@@ -8,6 +8,7 @@ prompt was cut into steps and however many threads there are.
 from __future__ import annotations
 
 import ctypes
+import sys
 
 import torch
 from torch import Tensor
@@ -26,7 +27,10 @@ _SHORT_KEYS = 2000
 
 def make_attention(num_heads: int, num_kv_heads: int, head_dim: int, kv: str, kernels: Kernels | None) -> Attention:
     """The fastest attention there is for a model of these heads over a cache in the format `kv`."""
-    if kernels is None or why_not_native(num_heads, num_kv_heads, head_dim, kv) is not None:
+    if kernels is None:
+        return paged_attention
+    if reason := why_not_native(num_heads, num_kv_heads, head_dim, kv):
+        print(f"engine: attention runs on torch's operators: {reason}", file=sys.stderr, flush=True)
         return paged_attention
     return NativeAttention(kernels)
 
