@@ -118,8 +118,8 @@ class Scheduler:
         self.prefill_tokens = step_tokens
         """Prompt tokens of a step while others wait for their next token; may be set between steps."""
         self.recomputes_in_place = False
-        """Whether computing a token again stores the same bits as before, so that a page can be shared of which only the
-        last token is wanted again; may be set between steps."""
+        """Whether computing a token again stores the same bits as before, so that a page can be shared of which only
+        the last token is wanted again; may be set between steps."""
         self._allocator = allocator
         self._step_tokens = step_tokens
         self._max_running = max_running
