@@ -301,7 +301,9 @@ EDGE_INLINE void multiply_block(const uint8_t* weights, const uint16_t* scales, 
       totals[m] <<= 8;
       if (kCounted) totals[m] += edge::splat(counts[m]) << kMiddle & 255;  // what the shift to the right has lost
     });
-    multiply_codes<M, BITS, COLUMNS>(weights, tile.fine_codes + row * kBlock, totals);
+    const uint8_t* again = weights;
+    __asm__("" : "+r"(again));  // else what was unpacked above is kept for here, in memory, in every block
+    multiply_codes<M, BITS, COLUMNS>(again, tile.fine_codes + row * kBlock, totals);
   }
   unrolled<M>([&](auto m) EDGE_INLINED {
     if (!kCounted) out[m] = edge::multiply_add(minimum, edge::splat(sums[m]), out[m]);
