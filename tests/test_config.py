@@ -188,6 +188,14 @@ def test_keys_of_wrangler_are_accepted_in_one_line(project: Path, capsys: pytest
     assert capsys.readouterr().err == expected
 
 
+@pytest.mark.parametrize("key", ["durable_objects", "workflows"])
+def test_what_a_worker_cannot_do_without_is_refused(project: Path, key: str) -> None:
+    refused = write(project, MINIMAL + f'[[{key}.bindings]]\nname = "A"\nclass_name = "B"\n')
+    with pytest.raises(ConfigError, match=rf"{key}: .* not supported yet"):
+        load(refused, project)
+    assert load(write(project, MINIMAL + f"[{key}]\nbindings = []\n"), project).name
+
+
 # -- what is wrong -----------------------------------------------------------------------------------------
 
 

@@ -503,7 +503,9 @@ def _values(kind: type[Any], table: dict[str, Any], at: str, findings: _Findings
     known = {field.name: field for field in fields(kind) if _join(at, field.name) != "path"}
     for key in table:
         if key not in known and key != "$schema":
-            if key in WRANGLER_KEYS.get(re.sub(r"\[\d+\]", "", at), ()):
+            if not at and key in REFUSED_KEYS and _says_something(table[key]):
+                findings.problem(key, REFUSED_KEYS[key])
+            elif key in WRANGLER_KEYS.get(re.sub(r"\[\d+\]", "", at), ()):
                 findings.idle.append(_join(at, key))
             else:
                 findings.unknown.append((_join(at, key), list(known)))
@@ -664,6 +666,19 @@ def _not_json(value: Any, key: str) -> Iterator[str]:
             pass
         case _:
             yield key
+
+
+# -- wrangler's keys that a worker cannot do without ------------------------------------------------------
+
+REFUSED_KEYS = {
+    "durable_objects": "Durable Objects are not supported yet; keep state in D1 or KV, or leave this section out",
+    "workflows": "workflows are not supported yet; use queues and crons, or leave this section out",
+}
+
+
+def _says_something(value: Any) -> bool:
+    """Whether a section of wrangler's declares anything: an empty list of bindings does not."""
+    return any(map(_says_something, value.values())) if isinstance(value, dict) else bool(value)
 
 
 # -- wrangler's keys that are accepted and have no effect yet ----------------------------------------------

@@ -56,6 +56,12 @@ class ModelStoreError(EdgeError):
     name = "ModelStoreError"
 
 
+class DependenciesFailed(EdgeError):
+    """The packages that a worker depends on could not be installed."""
+
+    name = "DependenciesFailed"
+
+
 class WeightsError(EdgeError):
     """A weights file is corrupt or of a kind that is not supported."""
 
@@ -154,6 +160,13 @@ class OutOfCapacity(EdgeError):
     retryable = True
 
 
+class TooManyRequests(OutOfCapacity):
+    """More requests for a worker than its processes can take, or than a limit lets through."""
+
+    code = 1015
+    name = "RateLimited"
+
+
 class EngineLost(EdgeError):
     """The engine process died or could not be reached; a new one is being started."""
 
@@ -195,12 +208,48 @@ class WorkerStartFailed(EdgeError):
         self.traceback = traceback
 
 
-class HandlerTimeout(EdgeError):
-    """The worker's handler did not answer in time."""
+class ExceededResources(EdgeError):
+    """An invocation used more than its limits allow."""
 
     code = 1102
     status = 503
     name = "WorkerExceededResources"
+
+
+class HandlerTimeout(ExceededResources):
+    """The worker's handler did not answer in time."""
+
+
+class ExceededCpu(ExceededResources):
+    """An invocation used more CPU time than limits.cpu_ms."""
+
+
+class ExceededMemory(ExceededResources):
+    """The process that ran the invocation held more memory than limits.memory_mb."""
+
+
+class TooManySubrequests(EdgeError):
+    """An invocation made more calls to `fetch` and bindings than limits.subrequests."""
+
+    code = 1102
+    status = 503
+    name = "TooManySubrequests"
+
+
+class LoopDetected(EdgeError):
+    """Workers called each other through more service bindings in a row than a node follows."""
+
+    code = 1019
+    status = 503
+    name = "LoopDetected"
+
+
+class UnknownWorker(ApiError):
+    """No worker of that account has that name."""
+
+    code = 10007
+    status = 404
+    name = "WorkerNotFound"
 
 
 class IsolateLost(EdgeError):
@@ -218,6 +267,15 @@ class SubrequestFailed(EdgeError):
     code = 0
     status = 502
     name = "NetworkError"
+    retryable = True
+
+
+class StorageUnavailable(EdgeError):
+    """What a binding keeps could not be read or written."""
+
+    code = 0
+    status = 503
+    name = "StorageUnavailable"
     retryable = True
 
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import AsyncIterable, Iterator
+from http.client import HTTPMessage
 from typing import Any
 
+from workers.blob import Blob
+from workers.formdata import FormData, parse_form
 from workers.streams import ReadableStream
 from workers.values import JsBytes, wrap
 
-Bytes = bytes  # inside the class below, `bytes` is a method
+Bytes = bytes  # inside the class below, `bytes` and `memoryview` are methods
+Memoryview = memoryview
 Content = Bytes | ReadableStream | None
 
 
 class Body:
     """Mixin of `Request` and `Response`. A missing body reads as empty, any number of times."""
 
+    headers: HTTPMessage
     _content: Content
     _stream: ReadableStream | None = None
     _used = False
@@ -57,6 +62,28 @@ class Body:
         """The body as bytes with `to_bytes()`. Raises as `text()`."""
         return JsBytes(await self._read())
 
+    async def memoryview(self) -> Memoryview:
+        """The body as a memoryview. Raises as `text()`."""
+        return Memoryview(await self._read())
+
+    async def blob(self) -> Blob:
+        """The body as a Blob with the content type of the headers. Raises as `text()`."""
+        return Blob(await self._read(), self.headers.get("content-type"))
+
+    async def form_data(self) -> FormData:
+        """The fields of a form that was sent as `multipart/form-data` or URL-encoded.
+
+        Raises:
+            OSError: the body was used already, or broke off.
+            TypeError: the content type is of no form.
+            ValueError: the form is broken, or has too many fields.
+        """
+        return parse_form(await self._read(), self.headers.get("content-type"))
+
+    arrayBuffer = buffer
+    formData = form_data
+    string = text
+
     async def _parse_json(self, **options: Any) -> Any:
         return wrap(json.loads((await self._read()).decode("utf-8-sig", "replace"), **options))
 
@@ -82,22 +109,33 @@ class Body:
         return content
 
 
-def to_content(body: Any, where: str) -> Content:
-    """What a handler gave as a body, ready to be read or sent.
+def to_body(body: Any, where: str) -> tuple[Content, str | None]:
+    """What a handler gave as a body, ready to be read or sent, and the content type that goes with it.
 
     Raises:
-        TypeError: `body` is none of None, str, bytes, an async iterable or a sync iterator (generator).
+        TypeError: `body` is none of None, str, bytes, FormData, Blob, an async iterable or a sync iterator (generator).
+        OSError: `body` is a stream that was read before.
     """
-    if body is None or isinstance(body, ReadableStream):
-        if body is not None and body.disturbed:
+    if body is None:
+        return None, None
+    if isinstance(body, ReadableStream):
+        if body.disturbed:
             raise OSError("Body already used; this stream was read before")
-        return body
+        return body, None
     if isinstance(body, str):
-        return body.encode("utf-8", "replace")
+        return body.encode("utf-8", "replace"), "text/plain;charset=UTF-8"
     if isinstance(body, bytes):
-        return bytes(body)
+        return bytes(body), None
+    as_body = getattr(type(body), "_as_body", None)
+    if as_body is not None:  # FormData, Blob and the like
+        content, content_type = as_body(body)
+        return content, content_type
     if isinstance(body, AsyncIterable | Iterator):
-        return ReadableStream(body)
+        return ReadableStream(body), None
+    raise _unsupported(body, where)
+
+
+def _unsupported(body: Any, where: str) -> TypeError:
     error = TypeError(f"Unsupported type in {where}: {type(body).__name__}")
     if isinstance(body, dict | list | tuple):
         error.add_note(f"{where}.json(value) or json.dumps(value) makes a body of it.")
@@ -106,4 +144,4 @@ def to_content(body: Any, where: str) -> Content:
     elif inspect.iscoroutine(body):
         body.close()  # it is never going to be awaited, and saying so once is enough
         error.add_note("Is an `await` missing?")
-    raise error
+    return error

@@ -17,6 +17,7 @@ from workers._wire import (
     MAX_CHUNK_BYTES,
     Abort,
     AiRun,
+    Call,
     CallFailed,
     Cancel,
     Chunk,
@@ -42,7 +43,9 @@ class Calls:
         """An id for a new call."""
         return next(self._ids)
 
-    async def ask(self, frame: AiRun | Subrequest, content: Content = None) -> tuple[Answer, ReadableStream | None]:
+    async def ask(
+        self, frame: AiRun | Call | Subrequest, content: Content = None
+    ) -> tuple[Answer, ReadableStream | None]:
         """Send `frame`, then `content` as its body, and wait for the answer and the stream that may follow it.
 
         A cancelled caller, or a closed stream, cancels the call in the node.

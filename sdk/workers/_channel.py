@@ -7,7 +7,10 @@ frame to its owner; what an id means, and who may use it when, is the owner's af
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
+import struct
+import termios
 from collections import deque
 from collections.abc import AsyncIterable, Callable
 from typing import Any, Self, cast
@@ -26,6 +29,8 @@ from workers._wire import (
 )
 
 HIGH_WATER_BYTES = 1 << 20
+_INT = struct.Struct("i")
+_OF_BODIES = frozenset({Chunk, Credit, End, Abort})
 CREDIT_STEP_BYTES = WINDOW_BYTES // 4  # smaller steps cost a frame per token of a text stream
 
 
@@ -155,6 +160,15 @@ class Channel(asyncio.Protocol):
         """Bytes that the kernel did not take yet."""
         return self._transport.get_write_buffer_size()
 
+    @property
+    def num_unread_bytes(self) -> int:
+        """Bytes in the kernel that the peer did not read yet, with what the kernel adds; 0 where it cannot tell."""
+        sock = self._transport.get_extra_info("socket")
+        try:
+            return _INT.unpack(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(_INT.size)))[0]  # type: ignore[no-any-return]
+        except OSError:
+            return 0
+
     def send(self, *frames: Frame) -> None:
         """Send frames, in one write; nothing happens once the connection is lost.
 
@@ -247,20 +261,20 @@ class Channel(asyncio.Protocol):
     # ------------------------------------------------------------------------------------------------------
 
     def _dispatch(self, frame: Any) -> None:
-        match frame:
-            case Chunk(id, data):
-                if id in self._incoming:
-                    self._incoming[id].push(data)
-            case Credit(id, num_bytes):
-                if id in self._windows:
-                    self._windows[id].add(num_bytes)
-            case End(id) | Abort(id):
-                body = self._incoming.pop(id, None)
-                if body is not None:
-                    body.end(BodyAborted(frame.message) if isinstance(frame, Abort) else None)
-                self._on_frame(frame)
-            case _:
-                self._on_frame(frame)
+        kind = type(frame)
+        if kind not in _OF_BODIES:  # most frames; a `match` would compare with each kind in turn
+            self._on_frame(frame)
+        elif kind is Chunk:
+            if frame.id in self._incoming:
+                self._incoming[frame.id].push(frame.data)
+        elif kind is Credit:
+            if frame.id in self._windows:
+                self._windows[frame.id].add(frame.num_bytes)
+        else:
+            body = self._incoming.pop(frame.id, None)
+            if body is not None:
+                body.end(BodyAborted(frame.message) if kind is Abort else None)
+            self._on_frame(frame)
 
     async def _until_room(self, window: _Window, num_bytes: int) -> None:
         while not self.lost:

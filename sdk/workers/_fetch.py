@@ -10,13 +10,14 @@ from workers._wire import CallFailed, FrameError, ResultHead, Subrequest
 from workers.request import Request
 from workers.response import Response
 
-_OPTIONS = frozenset({"method", "headers", "body", "redirect", "cf"})
+_OPTIONS = frozenset({"method", "headers", "body", "redirect", "cf", "fetcher"})
 
 
 async def fetch(resource: str | Request, **options: Any) -> Response:
     """Fetch a URL or send a `Request`; the response's body streams.
 
-    Options are `method`, `headers`, `body`, `redirect` (`follow`, `manual`, `error`) and `cf` (no effect here).
+    Options are `method`, `headers`, `body`, `redirect` (`follow`, `manual`, `error`), `cf` (no effect here), and
+    `fetcher`, a service or assets binding to send the request to instead.
 
     Raises:
         OSError: no response: the host is unknown or unreachable, it took too long, a redirect was an error, …
@@ -26,6 +27,9 @@ async def fetch(resource: str | Request, **options: Any) -> Response:
     unknown = sorted(options.keys() - _OPTIONS)
     if unknown:
         raise TypeError(f"fetch() has no option {', '.join(unknown)}; it has {', '.join(sorted(_OPTIONS))}")
+    fetcher = options.pop("fetcher", None)
+    if fetcher is not None:
+        return await fetcher.fetch(resource, **options)  # type: ignore[no-any-return]
     if _runtime.runtime is None:
         raise RuntimeError("fetch() works only inside a running worker; start it with `edge dev`")
     request = Request(resource, **options)

@@ -7,7 +7,7 @@ an isolate (in a plain unit test of a handler, for example) `runtime` is None.
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from workers._calls import Calls
@@ -27,6 +27,8 @@ class Runtime(Protocol):
 
 
 runtime: Runtime | None = None
+env_patches: dict[str, Any] = {}
+"""What `patch_env` has put into every environment for now."""
 context: ContextVar[Context | None] = ContextVar("workers_context", default=None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from urllib.parse import SplitResult, quote, urlsplit
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -19,6 +20,11 @@ def normalise(url: str) -> str:
     """
     if not isinstance(url, str):
         raise TypeError(f"Invalid URL: a str is needed, not {type(url).__name__}")
+    return _normalised(url)
+
+
+@functools.lru_cache(maxsize=128)  # a worker sees the same few URLs over and over
+def _normalised(url: str) -> str:
     text = url.strip(_STRIPPED).translate({ord(char): None for char in "\t\n\r"})
     try:
         parts = urlsplit(text)

@@ -161,13 +161,20 @@ class CallFailed(Frame):
     status: int
 
 
+class Probe(Frame):
+    """Does the process still read, and who uses its CPU time? Answered with `CpuUsed`."""
+
+
 # -- isolate to node ---------------------------------------------------------------------------------------
 
 
 class Sandboxed(Frame):
-    """First frame of an isolate: the sandbox layers that it is under. Only then is `Init` sent to it."""
+    """First frame of an isolate: the sandbox layers that it is under, those that are off (and why), and the forbidden
+    acts that its self-test got away with. Only if they are good enough is `Init` sent to it."""
 
     layers: list[str]
+    missing: dict[str, str] = {}
+    escapes: list[str] = []
 
 
 class Ready(Frame):
@@ -186,12 +193,18 @@ class StartFailed(Frame):
 
 
 class ResponseHead(Frame):
-    """The response of invocation `id`; its body follows as chunks of `id` if `has_body`."""
+    """The response of invocation `id`; its body follows as chunks of `id` if `has_body`.
+
+    A short body that is at hand goes along as `content` (at most `MAX_CHUNK_BYTES`), and what `Finished` would say as
+    `cpu_us`, so that most invocations are answered with one frame.
+    """
 
     id: int
     status: int
     headers: list[tuple[str, str]]
     has_body: bool
+    content: bytes | None = None
+    cpu_us: int | None = None
 
 
 class Threw(Frame):
@@ -219,6 +232,12 @@ class Finished(Frame):
 
     id: int
     cpu_us: int = 0
+
+
+class CpuUsed(Frame):
+    """Answer to `Probe`: pairs of an invocation in flight and the microseconds that it has used, as in `Finished`."""
+
+    used: list[tuple[int, int]]
 
 
 class AiRun(Frame):
@@ -267,7 +286,7 @@ class Log(Frame):
     text: str
 
 
-ToIsolate = Init | Fetch | Event | Result | ResultHead | CallFailed | Chunk | End | Abort | Credit | Cancel
+ToIsolate = Init | Fetch | Event | Result | ResultHead | CallFailed | Chunk | End | Abort | Credit | Cancel | Probe
 ToNode = (
     Sandboxed
     | Ready
@@ -276,6 +295,7 @@ ToNode = (
     | Threw
     | EventResult
     | Finished
+    | CpuUsed
     | AiRun
     | Call
     | Subrequest
@@ -315,20 +335,30 @@ class FrameDecoder:
         Raises:
             FrameError: a frame is too long or of no known shape; the stream is unusable from here on.
         """
-        self._buffer += data
-        frames = []
-        start = 0
-        while len(self._buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer, start)
-            if length > MAX_FRAME_BYTES:
-                raise FrameError(f"frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
-            end = start + _LENGTH.size + length
-            if len(self._buffer) < end:
-                break
-            try:
-                frames.append(self._decoder.decode(self._buffer[start + _LENGTH.size : end]))
-            except (msgspec.MsgspecError, RecursionError) as error:
-                raise FrameError(f"frame of an unknown shape: {error}") from error
-            start = end
-        del self._buffer[:start]
+        if self._buffer:
+            self._buffer += data
+            frames, num_used = self._cut(self._buffer)
+            del self._buffer[:num_used]
+        else:  # most often what arrives are whole frames, which then need not be copied
+            frames, num_used = self._cut(data)
+            self._buffer += data[num_used:]
         return frames
+
+    def _cut(self, data: bytes | bytearray) -> tuple[list[Any], int]:
+        """The complete frames at the beginning of `data`, and how many bytes they are."""
+        frames = []
+        start, end_of_data = 0, len(data)
+        with memoryview(data) as view:
+            while end_of_data - start >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(data, start)
+                if length > MAX_FRAME_BYTES:
+                    raise FrameError(f"frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+                end = start + _LENGTH.size + length
+                if end_of_data < end:
+                    break
+                try:
+                    frames.append(self._decoder.decode(view[start + _LENGTH.size : end]))
+                except (msgspec.MsgspecError, RecursionError) as error:
+                    raise FrameError(f"frame of an unknown shape: {error}") from error
+                start = end
+        return frames, start

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from workers import _runtime
+from workers._js_exception import JsException
 from workers._wire import AiRun, CallFailed, FrameError, Result, ResultHead
 from workers.response import Response
 from workers.values import plain, wrap
 
 
-class InferenceUpstreamError(Exception):
+class InferenceUpstreamError(JsException):
     """A model call was refused or failed. Its text is `<code>: <description>`.
 
     Attributes:
@@ -22,9 +23,7 @@ class InferenceUpstreamError(Exception):
     """
 
     def __init__(self, message: str, *, name: str = "InferenceUpstreamError", code: int = 0, status: int = 500) -> None:
-        super().__init__(message)
-        self.name = name
-        self.message = message
+        super().__init__(message, name=name)
         self.code = code
         self.status = status
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from http import HTTPMethod
 from http.client import HTTPMessage
 from typing import Any
 
-from workers._body import Body, Content, to_content
+from workers._body import Body, Content, to_body
 from workers._headers import add_header, header_pairs, is_token, merge_headers, parse_headers
 from workers._urls import normalise
 from workers.values import JsDict, wrap
@@ -16,7 +17,7 @@ _REDIRECTS = ("follow", "manual", "error")
 
 
 class Request(Body):
-    """An HTTP request.
+    """An HTTP request. Attributes that only browsers fill (`mode`, `referrer`, …) have the values of a server.
 
     Args:
         input: an absolute URL, or another request to take everything from that is not given here.
@@ -31,6 +32,18 @@ class Request(Body):
         ValueError: an illegal header, method or `redirect`.
         OSError: the body of the other request was used already.
     """
+
+    cache = "default"
+    credentials = "same-origin"
+    destination = ""
+    integrity = ""
+    is_history_navigation = False
+    keepalive = False
+    mode = "cors"
+    referrer = "about:client"
+    referrer_policy = ""
+
+    _received_headers: Iterable[tuple[str, str]] = ()
 
     def __init__(
         self,
@@ -47,17 +60,16 @@ class Request(Body):
         self.method: HTTPMethod | str = _as_method(method) if method else source.method if source else HTTPMethod.GET
         self.redirect: str = _as_redirect(redirect) if redirect else source.redirect if source else "follow"
         given = source.headers if source and headers is None else headers
-        self.headers: HTTPMessage = merge_headers(header_pairs(parse_headers(given)))
-        """Case-insensitive, with `get_all()`; repeated headers are joined by commas, but for set-cookie."""
+        self.headers = merge_headers(header_pairs(parse_headers(given)))
         self.cf: JsDict | None = wrap(dict(cf)) if cf is not None else source.cf if source else None
         """What is known of the client (`cf.country`, …), or None."""
         if body is None and source is not None:
             self._content = source._take()
             source._used = source._content is not None
         else:
-            self._content = to_content(body, "Request")
-            if isinstance(body, str) and "content-type" not in self.headers:
-                add_header(self.headers, "content-type", "text/plain;charset=UTF-8")
+            self._content, content_type = to_body(body, "Request")
+            if content_type is not None and "content-type" not in self.headers:
+                add_header(self.headers, "content-type", content_type)
         if self._content is not None and self.method in ("GET", "HEAD"):
             raise TypeError(f"A {self.method} request cannot have a body")
 
@@ -74,6 +86,18 @@ class Request(Body):
         """A second request with the same body. Raises OSError if the body was used already."""
         return self._received(self.method, self.url, self.headers.items(), self._copy(), self.cf, self.redirect)
 
+    @functools.cached_property
+    def headers(self) -> HTTPMessage:  # type: ignore[override]  # which can be assigned to as well
+        """Case-insensitive, with `get_all()`; repeated headers are joined by commas, but for set-cookie."""
+        return merge_headers(self._received_headers)
+
+    @property
+    def js_object(self) -> Request:
+        """Itself: there is no JavaScript object behind it."""
+        return self
+
+    _js_request = js_object
+
     def __repr__(self) -> str:
         return f"Request(method={str(self.method)!r}, url={self.url!r})"
 
@@ -89,7 +113,7 @@ class Request(Body):
             request.url = url
         request.method = _known_method(method)
         request.redirect = redirect
-        request.headers = merge_headers(headers)
+        request._received_headers = headers
         request.cf = wrap(dict(cf)) if cf else None
         request._content = content
         return request

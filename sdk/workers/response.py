@@ -8,7 +8,7 @@ from http import HTTPStatus
 from http.client import HTTPMessage
 from typing import Any, Self, overload
 
-from workers._body import Body, Content, to_content
+from workers._body import Body, Content, to_body
 from workers._headers import add_header, header_pairs, merge_headers, parse_headers
 from workers._urls import normalise
 
@@ -46,7 +46,7 @@ class Response(Body):
         status: 200 to 599.
         status_text: reason phrase, for readers of this object; HTTP/2 and our wire do not carry it.
         headers: dict, or list of (name, value) tuples (several `set-cookie`, for example).
-        web_socket: not supported.
+        web_socket: the client's end of a `WebSocketPair`, with the status 101: the answer to a WebSocket request.
 
     Raises:
         TypeError: a body or headers of another type, or a body with a status that has none (204, 304, …).
@@ -63,23 +63,28 @@ class Response(Body):
         web_socket: Any = None,
     ) -> None:
         if web_socket is not None:
-            raise ValueError("Response(web_socket=…) is not supported by this runtime: it serves no WebSockets yet")
+            _check_web_socket(web_socket, status)
+            self._assume(None, 101, status_text, parse_headers(headers))
+            self.web_socket = web_socket
+            return
         if isinstance(body, Response):
             if status or status_text or headers:
                 raise ValueError("Expected no options when a Response is given: it brings its own status and headers")
             self._assume(body._take(), body.status, body.status_text, body.headers, body.url, body.redirected)
             return
         status = _checked_status(status)
-        content = to_content(body, "Response")
+        content, content_type = to_body(body, "Response")
         if status in NULL_BODY_STATUSES:
             if content:
                 raise TypeError(f"A response with status {status} cannot have a body")
             content = None
         message = parse_headers(headers)
-        if isinstance(body, str) and content is not None and "content-type" not in message:
-            add_header(message, "content-type", "text/plain;charset=UTF-8")
+        if content_type is not None and content is not None and "content-type" not in message:
+            add_header(message, "content-type", content_type)
         self._assume(content, status, status_text, message)
 
+    web_socket: Any = None
+    """The end of a `WebSocketPair` that the client gets, or None."""
     json = _Json()
 
     @classmethod
@@ -123,8 +128,23 @@ class Response(Body):
         return self._with(self._copy())
 
     def replace_body(self, body: Any) -> Response:
-        """A response with this one's status and headers, and another body."""
-        return self._with(to_content(body, "Response"))
+        """A response with this one's status and headers, and another body.
+
+        Raises:
+            TypeError: a body of a type that is none, or with a status that has none.
+        """
+        content, _ = to_body(body, "Response")
+        if content and self.status in NULL_BODY_STATUSES:
+            raise TypeError(f"A response with status {self.status} cannot have a body")
+        return self._with(content)
+
+    @property
+    def js_object(self) -> Response:
+        """Itself: there is no JavaScript object behind it."""
+        return self
+
+    js_response = js_object
+    type = "default"
 
     def __repr__(self) -> str:
         shown = [f"status={self.status}"]
@@ -177,6 +197,13 @@ def _checked_status(status: Any) -> int:
     if not 200 <= status <= 599:
         raise ValueError(f"status must be 200 to 599, not {int(status)}")
     return int(status)
+
+
+def _check_web_socket(web_socket: Any, status: Any) -> None:
+    if not hasattr(web_socket, "relay"):
+        raise TypeError(f"web_socket must be one end of a js.WebSocketPair, not {type(web_socket).__name__}")
+    if status != 101:
+        raise ValueError(f"a response with web_socket must have the status 101, not {status}")
 
 
 def _phrase(status: int) -> str:

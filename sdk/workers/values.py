@@ -58,6 +58,8 @@ class JsBytes(bytes):
         """These bytes as plain `bytes`."""
         return bytes(self)
 
+    tobytes = to_bytes
+
     def to_py(self, **_options: Any) -> memoryview:
         """A view of these bytes, as Pyodide gives for a buffer."""
         return memoryview(self)

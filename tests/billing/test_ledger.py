@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from doubles import usage_record
 
+import edge.billing.ledger
 from edge.billing.ledger import Ledger, connect, latest_records, opened, price_books
+from edge.billing.meter import UsageRecord
 from edge.billing.prices import load_prices
 from edge.errors import EdgeError, MeteringUnavailable
 
@@ -205,8 +207,23 @@ def test_migrations_are_recorded_and_applied_once(path: Path) -> None:
         with closing(connect(path)) as database:
             rows = database.execute("SELECT number, name FROM migrations").fetchall()
             modes = [database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")]
-        assert rows == [(1, "_m1_usage")]
+        assert rows == [(1, "_m1_usage"), (2, "_m2_sandbox")]
         assert modes == ["wal", 2]
+
+
+async def test_a_ledger_from_before_the_sandbox_was_recorded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(edge.billing.ledger, "_MIGRATIONS", edge.billing.ledger._MIGRATIONS[:1])
+        with closing(connect(path)) as database:
+            columns = [column for column in UsageRecord.__struct_fields__ if column != "sandbox"]
+            values = [getattr(usage_record(id="old"), column) for column in columns]
+            marks = ", ".join("?" * len(columns))
+            database.execute(f"INSERT INTO usage ({', '.join(columns)}) VALUES ({marks})", values)
+    ledger = Ledger(path)
+    await ledger.record(usage_record(id="new", sandbox=5))
+    await ledger.close()
+    found = {record.id: record.sandbox for record in latest_records(path, limit=9)}
+    assert found == {"old": 0, "new": 5}
 
 
 def test_a_ledger_of_a_newer_version_is_refused(path: Path) -> None:

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from doubles import manifest
 
 from edge.cli import cli
+from edge.isolates.sandbox.layers import LAYERS, bitmask
 
 
 @pytest.fixture
@@ -79,6 +80,56 @@ def test_every_address_of_the_configured_port_is_tried(project: Path) -> None:
     assert checks["port"]["found"] == "192.0.2.1:8787: Cannot assign requested address"
 
 
+ALL_LAYERS = [layer.name for layer in LAYERS]
+
+
+def sandbox_answer(*off: str) -> dict[str, Any]:
+    layers = [name for name in ALL_LAYERS if name not in off]
+    missing = {name: f"why {name} is off" for name in off}
+    return {"layers": layers, "missing": missing, "escapes": [], "bitmask": bitmask(layers), "spawn_ms": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("policy", "off", "status"),
+    [
+        ("strict", (), "ok"),
+        ("strict", ("cgroup", "own-uid"), "ok"),
+        ("strict", ("mount-namespace",), "fail"),
+        ("standard", ("mount-namespace",), "ok"),
+        ("standard", ("seccomp",), "fail"),
+        ("best-effort", ("seccomp", "landlock-files"), "warn"),
+        ("best-effort", ("not-dumpable",), "fail"),
+        ("none", ("seccomp",), "warn"),
+    ],
+)
+def test_the_sandbox_is_held_against_the_configured_policy(
+    project: Path, monkeypatch: pytest.MonkeyPatch, policy: str, off: tuple[str, ...], status: str
+) -> None:
+    monkeypatch.setattr("edge.cli.doctor._ask", lambda _command: (CPU_BUILD | sandbox_answer(*off), ""))
+    (project / "edge.toml").write_text(f'name = "a"\nmain = "worker.py"\n[isolates]\nsandbox = "{policy}"\n')
+    code, checks = examine()
+    check = checks["sandbox"]
+    assert check["status"] == status
+    assert code == (status == "fail")
+    assert check["policy"] == policy
+    assert check["bitmask"] == bitmask(set(ALL_LAYERS) - set(off))
+    assert f"policy {policy}: {len(ALL_LAYERS) - len(off)} of {len(ALL_LAYERS)} layers on" in check["found"]
+    for name in off:
+        assert f"off: {name}, because: why {name} is off. Without it " in check["found"]
+    assert {layer["name"]: layer["on"] for layer in check["layers"]} == {name: name not in off for name in ALL_LAYERS}
+    if status != "ok" and off != ("not-dumpable",):
+        assert check["fix"] != ""
+
+
+def test_the_sandbox_is_really_tried(project: Path) -> None:
+    _, checks = examine()
+    check = checks["sandbox"]
+    assert check["spawn_ms"] > 0
+    layers = {layer["name"]: layer for layer in check["layers"]}
+    assert layers["no-new-privileges"]["on"]
+    assert all(layer["why"] and layer["risk"] for layer in layers.values() if not layer["on"])
+
+
 CPU_BUILD = {"version": "2.13.0+cpu", "cuda": None, "devices": []}
 CUDA_BUILD = {"version": "2.13.0", "cuda": "13.0", "devices": ["Tesla"]}
 
@@ -97,7 +148,7 @@ CUDA_BUILD = {"version": "2.13.0", "cuda": "13.0", "devices": ["Tesla"]}
 def test_torch_must_have_the_configured_device(
     project: Path, monkeypatch: pytest.MonkeyPatch, device: str, torch: dict[str, Any], status: str, found: str
 ) -> None:
-    monkeypatch.setattr("edge.cli.doctor._ask", lambda _command: (torch | {"layers": []}, ""))
+    monkeypatch.setattr("edge.cli.doctor._ask", lambda _command: (torch | sandbox_answer(), ""))
     (project / "edge.toml").write_text(f'name = "a"\nmain = "worker.py"\n[engine]\ndevice = "{device}"\n')
     code, checks = examine()
     assert checks["torch"]["status"] == status

@@ -201,16 +201,16 @@ def test_what_the_configuration_warns_about_is_said_once(
     edge_dev: Callable[..., Any], project: Path, state_dir: Path
 ) -> None:
     with (project / "wrangler-like.toml").open("a") as config:
-        config.write('[[kv_namespaces]]\nbinding = "KV"\n')
+        config.write("[observability]\nenabled = true\n")
     url, server = edge_dev(project, "--state-dir", str(state_dir))
     write_worker(project, "first")
     wait_for(lambda: httpx.get(url).text == "first")
     write_worker(project, "second")
     wait_for(lambda: httpx.get(url).text == "second")
-    assert server.output.count("kv_namespaces: accepted, has no effect yet") == 1
+    assert server.output.count("observability: accepted, has no effect yet") == 1
     with (project / "wrangler-like.toml").open("a") as config:
-        config.write('[[r2_buckets]]\nbinding = "R2"\n')
-    wait_for(lambda: "r2_buckets" in server.output)
+        config.write('[placement]\nmode = "smart"\n')
+    wait_for(lambda: "placement: accepted, has no effect yet" in server.output)
 
 
 def test_ctrl_c_while_a_stream_runs(dev: tuple[httpx.Client, Any], state_dir: Path) -> None:

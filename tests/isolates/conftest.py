@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from helpers import is_alive
 
-from edge.config import LimitsConfig
-from edge.isolates.base import Binding
+from edge.config import EgressConfig, IsolatesConfig, LimitsConfig
+from edge.isolates.base import Binding, InboundEvent, InvocationUsage, WorkerKey
 from edge.isolates.dispatch import Bundle, InboundRequest, Isolates, JsonAnswer, OutboundResponse
 
 HANDLER = """
@@ -34,28 +34,93 @@ class ScriptedBindings:
         answer = self.answer(model, inputs, options)
         return await answer if asyncio.iscoroutine(answer) else answer
 
+    async def call(self, bundle: Bundle, binding: str, method: str, args: list[Any], body: Any) -> Any:
+        """By default the arguments, and the whole body."""
+        answer = self.answer_call(binding, method, args, body)
+        return await answer if asyncio.iscoroutine(answer) else answer
+
+    async def answer_call(self, binding: str, method: str, args: list[Any], body: Any) -> Any:
+        content = b"".join([chunk async for chunk in body]) if body is not None else None
+        return JsonAnswer([binding, method, args, content])
+
 
 class Harness:
-    """One `Isolates` and shorthands for it. `logs` is a list of (invocation, level, text)."""
+    """One `Isolates` and shorthands for it. `logs` is a list of (invocation, level, text).
 
-    def __init__(self, root: Path, timeout_s: float = 20.0) -> None:
+    Args:
+        isolates: as `[isolates]`; limits: as `[limits]`, besides `timeout_s`.
+    """
+
+    key: WorkerKey = ("dev", "test")
+
+    def __init__(
+        self, root: Path, timeout_s: float = 20.0, *, isolates: IsolatesConfig | None = None, **limits: Any
+    ) -> None:
         self.root = root
         self.logs: list[tuple[int, str, str]] = []
+        self.usage: list[InvocationUsage] = []
+        self.limits = LimitsConfig(timeout_s=timeout_s, **limits)
         self.bindings = ScriptedBindings()
-        self.isolates = Isolates(self.bindings, LimitsConfig(timeout_s=timeout_s), self._on_log)
+        self.egress = EgressConfig()
+        self.isolates = Isolates(
+            self.bindings, self._on_log, isolates or IsolatesConfig(), on_invocation=self.usage.append
+        )
 
-    async def deploy(self, source: str, *, vars: dict[str, Any] | None = None, indented: bool = True) -> None:
+    @property
+    def pids(self) -> list[int]:
+        """The processes that serve now, oldest first."""
+        return self.isolates.status(self.key).pids if self.key in self.isolates.workers() else []
+
+    @property
+    def pid(self) -> int | None:
+        """The oldest of them, or None."""
+        return next(iter(self.pids), None)
+
+    @property
+    def status(self) -> Any:
+        return self.isolates.status(self.key)
+
+    async def deploy(
+        self,
+        source: str,
+        *,
+        vars: dict[str, Any] | None = None,
+        indented: bool = True,
+        bindings: dict[str, Binding] | None = None,
+        worker: str = "test",
+        **bundle: Any,
+    ) -> None:
         """Deploy a worker: the methods of class Default, or a whole file unless `indented`."""
         text = textwrap.dedent(source).strip() + "\n"
         if indented:
             text = HANDLER + textwrap.indent(text, "    ")
-        (self.root / "worker_main.py").write_text(text)
-        bundle = Bundle("test", "v1", str(self.root), "worker_main.py", vars=vars or {}, bindings={"AI": Binding("ai")})
-        await self.isolates.deploy(bundle)
+        main = "worker_main.py" if worker == "test" else f"{worker}.py"
+        (self.root / main).write_text(text)
+        bundle.setdefault("limits", self.limits)
+        bundle.setdefault("version", "v1")
+        bundle.setdefault("egress", self.egress)
+        all_bindings = {"AI": Binding("ai"), **(bindings or {})}
+        await self.isolates.deploy(
+            Bundle(worker=worker, root=str(self.root), main=main, vars=vars or {}, bindings=all_bindings, **bundle)
+        )
 
-    async def open(self, path: str = "/", method: str = "GET", body: Any = None, headers: Any = ()) -> OutboundResponse:
+    async def open(
+        self,
+        path: str = "/",
+        method: str = "GET",
+        body: Any = None,
+        headers: Any = (),
+        *,
+        worker: str = "test",
+        entrypoint: str = "",
+        props: dict[str, Any] | None = None,
+    ) -> OutboundResponse:
         request = InboundRequest(method, f"http://test{path}", list(headers), body, {"colo": "DEV"})
-        return await self.isolates.fetch(request)
+        return await self.isolates.fetch(("dev", worker), request, entrypoint=entrypoint, props=props)
+
+    async def event(self, kind: str, payload: Any, **event: Any) -> Any:
+        """What the worker makes of an event."""
+        return await self.isolates.event(self.key, InboundEvent(kind, payload, **event))
 
     async def get(self, path: str = "/", **request: Any) -> str:
         """The whole body of the answer."""
@@ -87,14 +152,22 @@ async def hasty(tmp_path: Path):
         yield harness
 
 
+@pytest.fixture
+async def unsandboxed(tmp_path: Path):
+    """The same without a sandbox: handlers may start processes."""
+    async with running(tmp_path, isolates=IsolatesConfig(sandbox="none")) as harness:
+        yield harness
+
+
 @contextlib.asynccontextmanager
-async def running(root: Path, timeout_s: float = 20.0):
-    harness = Harness(root, timeout_s)
+async def running(root: Path, timeout_s: float = 20.0, **options: Any):
+    """A harness that runs; `options` as of `Harness`."""
+    harness = Harness(root, timeout_s, **options)
     await harness.isolates.start()
     pids = {harness.isolates.zygote_pid}
     try:
         yield harness
-        pids |= {harness.isolates.zygote_pid, harness.isolates.pid}
+        pids |= {harness.isolates.zygote_pid, *harness.pids}
     finally:
         await harness.isolates.close()
         await until(lambda: not any(is_alive(pid) for pid in pids if pid))

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from edge.errors import IsolateLost
+from edge.errors import IsolateLost, UnknownWorker
 from edge.isolates.dispatch import Bundle, WorkerStartFailed
 
 from .conftest import children_of, is_alive, until
@@ -61,37 +61,38 @@ async def test_kill_9_of_the_isolate_in_a_stream(worker):
     )
     response = await worker.open("/endless")
     await anext(response.body)
-    pid = worker.isolates.pid
+    pid = worker.pid
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(IsolateLost, match="killed by signal SIGKILL"):
         async for _ in response.body:
             pass
     assert await worker.get() == "ok"
-    assert worker.isolates.pid not in (None, pid)
+    assert worker.pid not in (None, pid)
 
 
 async def test_kill_9_of_the_zygote(worker):
     await worker.deploy("async def fetch(self, request): return Response('ok')")
-    zygote, pid = worker.isolates.zygote_pid, worker.isolates.pid
+    zygote, pid = worker.isolates.zygote_pid, worker.pid
     os.kill(zygote, signal.SIGKILL)
-    await until(lambda: not is_alive(pid) and worker.isolates.pid is None)
+    await until(lambda: not is_alive(pid) and worker.pid is None)
     assert await worker.get() == "ok"
     assert worker.isolates.zygote_pid not in (None, zygote)
 
 
 @pytest.mark.parametrize("start", ["subprocess.Popen(['sleep', '60']).pid", "os.fork() or time.sleep(60)"])
-async def test_what_a_handler_started_ends_with_its_process(worker, start):
+async def test_what_a_handler_started_ends_with_its_process(unsandboxed, start):
+    worker = unsandboxed
     await worker.deploy(f"def fetch(self):\n    import os, subprocess, time\n    return Response(str({start}))")
     started = int(await worker.get())
     assert is_alive(started)
-    os.kill(worker.isolates.pid, signal.SIGKILL)
-    await until(lambda: not is_alive(started) and worker.isolates.pid is None)
+    os.kill(worker.pid, signal.SIGKILL)
+    await until(lambda: not is_alive(started) and worker.pid is None)
 
 
 async def test_many_requests_after_a_death_share_one_new_process(worker):
     await worker.deploy("def fetch(self):\n    import os\n    return Response(str(os.getpid()))")
-    os.kill(worker.isolates.pid, signal.SIGKILL)
-    await until(lambda: worker.isolates.pid is None)
+    os.kill(worker.pid, signal.SIGKILL)
+    await until(lambda: worker.pid is None)
     assert len(set(await asyncio.gather(*(worker.get() for _ in range(10))))) == 1
 
 
@@ -112,7 +113,7 @@ async def test_close_kills_a_wedged_process(worker):
     await worker.deploy("def fetch(self):\n    print('in')\n    while True: pass")
     request = asyncio.create_task(worker.get())
     await worker.log_text("in")
-    pid = worker.isolates.pid
+    pid = worker.pid
     await worker.isolates.close()
     with pytest.raises(IsolateLost):
         await request
@@ -139,7 +140,7 @@ async def test_requests_in_flight_finish_on_the_old_version(worker):
 
     request = asyncio.create_task(worker.get("/", method="POST", body=body()))
     await worker.log_text("in")
-    pid = worker.isolates.pid
+    pid = worker.pid
     await worker.deploy("def fetch(self): return Response('new')")
     assert await worker.get() == "new"
     assert is_alive(pid)
@@ -150,10 +151,10 @@ async def test_requests_in_flight_finish_on_the_old_version(worker):
 
 async def test_an_idle_old_version_is_stopped(worker):
     await worker.deploy("def fetch(self): return Response('old')")
-    pid = worker.isolates.pid
+    pid = worker.pid
     await worker.deploy("def fetch(self): return Response('new')")
     await until(lambda: not is_alive(pid))
-    assert children_of(worker.isolates.zygote_pid) == [worker.isolates.pid]
+    assert children_of(worker.isolates.zygote_pid) == [worker.pid]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ async def test_a_version_that_cannot_be_imported(worker, source, message, traceb
     assert "importlib" not in caught.value.traceback
     assert "_load.py" not in caught.value.traceback
     assert await worker.get() == "old"
-    await until(lambda: children_of(worker.isolates.zygote_pid) == [worker.isolates.pid])
+    await until(lambda: children_of(worker.isolates.zygote_pid) == [worker.pid])
 
 
 async def test_a_failure_after_much_output_is_not_lost(worker):
@@ -196,7 +197,7 @@ async def test_an_import_that_does_not_end(hasty):
 
 
 async def test_without_a_version_that_works(worker):
-    with pytest.raises(WorkerStartFailed, match="no worker is deployed"):
+    with pytest.raises(UnknownWorker, match="no worker 'test' is deployed in account 'dev'"):
         await worker.get()
     with pytest.raises(WorkerStartFailed, match="ZeroDivisionError"):
         await worker.deploy("1/0\n", indented=False)
@@ -209,8 +210,8 @@ async def test_without_a_version_that_works(worker):
 async def test_a_worker_that_cannot_be_imported_again(worker):
     await worker.deploy("def fetch(self): return Response('ok')")
     (worker.root / "worker_main.py").write_text("1/0\n")
-    os.kill(worker.isolates.pid, signal.SIGKILL)
-    await until(lambda: worker.isolates.pid is None)
+    os.kill(worker.pid, signal.SIGKILL)
+    await until(lambda: worker.pid is None)
     with pytest.raises(WorkerStartFailed, match="ZeroDivisionError"):
         await worker.get()
     (worker.root / "worker_main.py").write_text(

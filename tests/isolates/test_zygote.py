@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -13,20 +15,20 @@ from pathlib import Path
 import pytest
 
 from edge.errors import IsolateLost
-from edge.isolates.spawner import Spawner
+from edge.isolates.sandbox.cgroups import Groups
+from edge.isolates.spawner import ForkSpec, Spawner
 
-from .conftest import children_of, is_alive, until
+from .conftest import children_of, is_alive, running, until
 
 NODE = """
 import asyncio, sys
-from edge.config import LimitsConfig
 from edge.isolates.dispatch import Bundle, InboundRequest, Isolates
 
 async def main():
-    isolates = Isolates(None, LimitsConfig(), lambda *log: print(log[3], flush=True))
+    isolates = Isolates(None, lambda *log: print(log[3], flush=True))
     await isolates.deploy(Bundle("test", "v1", sys.argv[1], "worker_main.py"))
-    print(isolates.zygote_pid, isolates.pid, flush=True)
-    await isolates.fetch(InboundRequest("GET", "http://test/", []))
+    print(isolates.zygote_pid, isolates.status(("dev", "test")).pids[0], flush=True)
+    await isolates.fetch(("dev", "test"), InboundRequest("GET", "http://test/", []))
 
 asyncio.run(main())
 """
@@ -39,6 +41,15 @@ async def spawner():
     await spawner.close()
 
 
+@pytest.fixture
+def _cleared():
+    """A node that is killed leaves its control groups to the next one."""
+    yield
+    with contextlib.suppress(OSError):
+        Groups().close()
+
+
+@pytest.mark.usefixtures("_cleared")
 @pytest.mark.parametrize("in_handler", ["while True: pass", "import time; time.sleep(60)"])
 async def test_nothing_outlives_a_node_that_is_killed(tmp_path, in_handler):
     source = f"def on_fetch():\n    print('in the handler')\n    {in_handler}\n"
@@ -60,7 +71,8 @@ async def test_the_zygote_is_single_threaded_and_knows_only_the_sdk(spawner):
     code = """
         import sys, edge.isolates.zygote
         ours = {name for name in sys.modules if name.startswith("edge")}
-        assert ours == {"edge", "edge.isolates", "edge.isolates.sandbox", "edge.isolates.zygote"}, ours
+        others = {name for name in ours if not name.startswith("edge.isolates.sandbox")}
+        assert others == {"edge", "edge.isolates", "edge.isolates.zygote"}, ours
         heavy = {"httpx", "starlette", "uvicorn", "torch", "numpy", "sqlite3"} & set(sys.modules)
         assert heavy == set(), heavy
     """
@@ -77,11 +89,11 @@ async def test_its_environment_holds_no_secret(spawner, monkeypatch):
 
 async def test_exits_are_reported(spawner):
     exits: list[int] = []
-    pid, sock = await spawner.fork(exits.append)
+    pid, sock = await spawner.fork(ForkSpec(), exits.append)
     assert is_alive(pid)
     sock.close()
     await until(lambda: exits == [0])
-    pid, sock = await spawner.fork(exits.append)
+    pid, sock = await spawner.fork(ForkSpec(), exits.append)
     spawner.kill(pid)
     spawner.kill(pid)
     await until(lambda: exits == [0, -signal.SIGKILL])
@@ -91,8 +103,8 @@ async def test_exits_are_reported(spawner):
 
 async def test_children_do_not_hold_each_others_sockets(spawner):
     exits: list[int] = []
-    _, first = await spawner.fork(exits.append)
-    _, second = await spawner.fork(exits.append)
+    _, first = await spawner.fork(ForkSpec(), exits.append)
+    _, second = await spawner.fork(ForkSpec(), exits.append)
     first.close()
     await until(lambda: exits == [0])
     second.close()
@@ -102,9 +114,9 @@ async def test_a_dead_zygote_is_replaced(spawner):
     exits: list[int] = []
     await spawner.start()
     zygote = spawner.pid
-    child, sock = await spawner.fork(exits.append)
+    child, sock = await spawner.fork(ForkSpec(), exits.append)
     os.kill(zygote, signal.SIGKILL)
-    other, other_sock = await spawner.fork(exits.append)
+    other, other_sock = await spawner.fork(ForkSpec(), exits.append)
     await until(lambda: not is_alive(child) and exits == [-signal.SIGKILL])
     assert spawner.pid != zygote
     assert is_alive(other)
@@ -114,7 +126,7 @@ async def test_a_dead_zygote_is_replaced(spawner):
 
 async def test_many_forks_at_once(spawner):
     exits: list[int] = []
-    children = await asyncio.gather(*(spawner.fork(exits.append) for _ in range(20)))
+    children = await asyncio.gather(*(spawner.fork(ForkSpec(), exits.append) for _ in range(20)))
     assert sorted(pid for pid, _ in children) == sorted(children_of(spawner.pid))
     for _, sock in children:
         sock.close()
@@ -122,12 +134,80 @@ async def test_many_forks_at_once(spawner):
 
 
 async def test_close_ends_everything_and_is_final(spawner):
-    pid, sock = await spawner.fork(lambda _: None)
+    pid, sock = await spawner.fork(ForkSpec(), lambda _: None)
     zygote = spawner.pid
     await spawner.close()
     await spawner.close()
     assert not is_alive(zygote)
     assert not is_alive(pid)
     with pytest.raises(IsolateLost, match="the node is stopping"):
-        await spawner.fork(lambda _: None)
+        await spawner.fork(ForkSpec(), lambda _: None)
     sock.close()
+
+
+async def test_packages_are_preloaded_and_a_missing_one_ends_nothing(caplog):
+    spawner = Spawner(preload=["sqlite3", "no_such_package"])
+    await spawner.start()
+    assert "libsqlite3" in Path(f"/proc/{spawner.pid}/maps").read_text()
+    await spawner.close()
+    assert "isolates.preload: no_such_package cannot be imported" in caplog.text
+
+
+async def test_temporary_folders_and_control_groups_go_with_the_node(tmp_path):
+    spawner = Spawner(tmp_root=tmp_path / "tmp")
+    _, sock = await spawner.fork(ForkSpec(), lambda _: None)
+    assert list((tmp_path / "tmp").iterdir()) != []
+    sock.close()
+    await spawner.close()
+    assert list((tmp_path / "tmp").iterdir()) == []
+    groups = [path for path in Path("/sys/fs/cgroup").glob("**/edge-isolates-*") if f"-{os.getpid()}-" in path.name]
+    assert groups == []
+
+
+async def test_paths_that_do_not_fit_into_a_message_are_refused(spawner):
+    with pytest.raises(IsolateLost, match="paths that the process is to read take"):
+        await spawner.fork(ForkSpec(search_paths=("x" * 70_000,)), lambda _: None)
+    _, sock = await spawner.fork(ForkSpec(), lambda _: None)
+    sock.close()
+
+
+async def test_handlers_never_get_the_streams_of_the_node(tmp_path, caplog):
+    """Whoever may write to a terminal may read what is typed there; and what they write must not steer it."""
+    source = """
+        async def fetch(self, request):
+            import os, stat
+            for _ in range(20):
+                os.write(2, b"\\x1b[2J written past Python\\n" * 1000)
+            return Response.json([stat.S_ISFIFO(os.fstat(fd).st_mode) for fd in (1, 2)])
+    """
+    async with running(tmp_path) as worker:
+        await worker.deploy(source)
+        assert json.loads(await worker.get()) == [True, True]
+        await until(lambda: "?[2J written past Python" in caplog.text)
+    assert "\x1b" not in caplog.text
+    assert len(caplog.records) < 20
+
+
+@pytest.mark.usefixtures("_cleared")
+async def test_leftovers_of_a_killed_node_are_removed(tmp_path):
+    code = f"""
+import asyncio, os
+from pathlib import Path
+from edge.isolates.spawner import Spawner
+async def main():
+    await Spawner(tmp_root=Path({str(tmp_path)!r})).start()
+    os.kill(os.getpid(), 9)
+asyncio.run(main())
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9  # noqa: ASYNC221
+    (leftover,) = tmp_path.iterdir()
+    spawner = Spawner(tmp_root=tmp_path)
+    await spawner.start()
+    assert not leftover.exists()
+    await spawner.close()
+
+
+async def test_a_folder_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(IsolateLost, match="no folder for the temporary files of handlers can be made"):
+        await Spawner(tmp_root=tmp_path / "file" / "tmp").start()

@@ -16,11 +16,19 @@ from msgspec.structs import replace
 from edge.billing.bill import make_bill
 from edge.billing.ledger import FILE_NAME, latest_records
 from edge.billing.times import now_us
-from edge.config import AiConfig, BillingConfig, Config, EngineConfig
+from edge.config import (
+    AiConfig,
+    AssetsConfig,
+    BillingConfig,
+    Config,
+    EngineConfig,
+    QueueConsumerConfig,
+    QueuesConfig,
+    TriggersConfig,
+)
 from edge.errors import ConfigError
 from edge.node.access import Access
 from edge.node.app import Node
-from edge.node.bundle import bundle_of
 from edge.weights.store import ModelStore
 
 HANG_S = 60
@@ -153,6 +161,71 @@ async def test_every_path_that_is_not_the_node_s_own_is_the_worker_s(config: Con
     )
     node = Node(config, tokens={}, show_tracebacks=True, say=print, access_log=lambda *_: None)
     async with node, httpx.AsyncClient(transport=httpx.ASGITransport(node.app), base_url="http://node") as client:
-        await node.deploy(bundle_of(config))
+        await node.deploy(config)
         response = await client.get(path)
     assert (response.status_code, response.text) == (200, str(response.request.url))
+
+
+WORKER = """
+from workers import Response, WorkerEntrypoint
+class Default(WorkerEntrypoint):
+    async def fetch(self, request):
+        return Response("TEXT")
+    async def queue(self, batch, env, ctx):
+        print("got", [message.body for message in batch.messages])
+"""
+
+
+async def test_a_worker_that_is_renamed_and_one_that_is_wrong(config: Config, tmp_path: Path) -> None:
+    said: list[str] = []
+    node = Node(config, tokens={}, show_tracebacks=True, say=said.append, access_log=lambda *_: None)
+    async with node, httpx.AsyncClient(transport=httpx.ASGITransport(node.app), base_url="http://node") as client:
+        assert (await client.get("/")).status_code == 404
+        config.main.write_text(WORKER.replace("TEXT", "first"))
+        consumers = QueuesConfig(consumers=[QueueConsumerConfig("jobs")])
+        first = replace(config, queues=consumers, triggers=TriggersConfig(["0 3 * * *"]))
+        await node.deploy(first)
+        assert (await client.get("/")).text == "first"
+
+        config.main.write_text(WORKER.replace("TEXT", "renamed"))
+        renamed = replace(first, name="renamed")
+        node.use_ai(renamed)
+        with pytest.raises(ConfigError, match="'jobs' is consumed by another worker, demo already"):
+            await node.deploy(renamed)
+        await node.deploy(renamed, was=first)
+        assert (await client.get("/")).text == "renamed"
+        assert node.isolates.workers() == [("acme", "renamed")]
+        assert node.triggers.first() == (("acme", "renamed"), "0 3 * * *")
+
+        config.main.write_text(WORKER.replace("TEXT", "without").partition("    async def queue")[0])
+        await node.deploy(renamed)
+        assert "warning: renamed has no `queue` handler: messages of the queues that it consumes wait" in said
+        assert "warning: renamed has no `scheduled` handler: its crons will fail" in said
+
+        (tmp_path / "public").mkdir()
+        for wrong, problem in [
+            ({"triggers": TriggersConfig(["61 * * * *"])}, "'61' is no value of the minute"),
+            ({"assets": AssetsConfig(tmp_path / "nothing")}, "there is no folder"),
+            ({"assets": AssetsConfig(tmp_path)}, "keep code and assets in different folders"),
+        ]:
+            with pytest.raises(ConfigError, match=problem):
+                await node.deploy(replace(renamed, **wrong))
+        assert (await client.get("/")).text == "without"
+
+
+async def test_files_go_before_the_worker(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "public").mkdir()
+    (tmp_path / "public" / "page.html").write_text("page")
+    config.main.write_text(WORKER.replace("TEXT", "worker"))
+    accesses: list[Access] = []
+    node = Node(config, tokens={}, show_tracebacks=True, say=print, access_log=accesses.append)
+    async with node, httpx.AsyncClient(transport=httpx.ASGITransport(node.app), base_url="http://node") as client:
+        await node.deploy(replace(config, assets=AssetsConfig(tmp_path / "public")))
+        texts = [(await client.get(path)).text for path in ("/page", "/", "/%2e%2e/worker.py", "/page%00")]
+        assert texts == ["page", "worker", "worker", "worker"]
+        head = await client.head("/page")
+        assert (head.status_code, head.headers["content-length"], head.text) == (200, "4", "")
+        assert (await client.post("/page")).status_code == 405
+        assert (await client.get("/cdn-cgi/local/scheduled")).text == "worker"  # not in a node of others
+    assert [access.status for access in accesses] == [200] * 5 + [405, 200]
+    assert all(access.is_complete for access in accesses)

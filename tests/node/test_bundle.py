@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 
-from edge.config import AiConfig, Config
+from msgspec.structs import replace
+
+from edge.config import AiConfig, Config, LimitsConfig, VersionMetadataConfig
 from edge.isolates.base import Binding
 from edge.node.bundle import bundle_of
 
@@ -18,7 +21,33 @@ def test_a_bundle_is_what_the_configuration_says(tmp_path: Path) -> None:
     assert bundle_of(Config("shop", main)).bindings == {}
 
 
-def test_the_version_is_of_the_code_and_of_nothing_else(tmp_path: Path) -> None:
+def test_what_the_version_covers_besides_the_code(tmp_path: Path) -> None:
+    config = Config("shop", tmp_path / "worker.py", vars={"A": 1})
+    config.main.write_text("a = 1")
+    versions = [
+        bundle_of(config).version,
+        bundle_of(replace(config, vars={"A": 2})).version,
+        bundle_of(config, secrets={"A": "2"}).version,
+        bundle_of(config, search_paths=("/layer",)).version,
+        bundle_of(replace(config, ai=AiConfig())).version,
+        bundle_of(replace(config, limits=LimitsConfig(cpu_ms=1))).version,
+    ]
+    assert len(set(versions)) == len(versions)
+    assert bundle_of(config).version == versions[0]
+    assert bundle_of(config, secrets={"A": "2", "B": "3"}).vars == {"A": "2", "B": "3"}
+
+
+def test_version_metadata_says_which_version_it_is(tmp_path: Path) -> None:
+    config = Config("shop", tmp_path / "worker.py", version_metadata=VersionMetadataConfig("META"))
+    bundle = bundle_of(config)
+    assert bundle.bindings["META"].kind == "version_metadata"
+    props = bundle.bindings["META"].props
+    assert (props["id"], props["tag"]) == (bundle.version, "")
+    assert datetime.fromisoformat(props["timestamp"]) <= datetime.now(UTC)
+    assert bundle_of(config).version == bundle.version
+
+
+def test_other_files_do_not_change_the_version(tmp_path: Path) -> None:
     config = Config("shop", tmp_path / "worker.py")
     config.main.write_text("a = 1")
     first = bundle_of(config).version

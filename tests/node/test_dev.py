@@ -14,7 +14,7 @@ import pytest
 from helpers import EDGE
 from msgspec.structs import replace
 
-from edge.config import AiConfig, Config, EngineConfig, LimitsConfig
+from edge.config import AiConfig, Config, EngineConfig, IsolatesConfig
 from edge.errors import PortInUse, UsageError
 from edge.node.access import Access
 from edge.node.dev import _listen, _log_access, _only_at_start, _public_address
@@ -59,8 +59,8 @@ def test_what_only_a_new_start_takes_over_is_named(tmp_path: Path) -> None:
     running = Config("demo", tmp_path / "worker.py", ai=AiConfig(models={"@cf/a": "b"}))
     taken_over = replace(running, name="other", vars={"A": 1}, ai=AiConfig("LLM", {"@cf/a": "c"}))
     assert _only_at_start(running, taken_over) == []
-    changed = replace(running, limits=LimitsConfig(1.0), engine=EngineConfig(weights="bfloat16"), ai=None)
-    assert _only_at_start(running, changed) == ["limits", "engine"]
+    changed = replace(running, isolates=IsolatesConfig(idle_s=1.0), engine=EngineConfig(weights="bfloat16"), ai=None)
+    assert _only_at_start(running, changed) == ["isolates", "engine"]
 
 
 WORKER = """

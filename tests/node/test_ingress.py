@@ -13,12 +13,12 @@ import httpx
 import pytest
 import uvicorn
 
-from edge.config import LimitsConfig
 from edge.errors import HandlerFailed
-from edge.isolates.base import Bundle, OutboundResponse
+from edge.isolates.base import Bundle
 from edge.isolates.dispatch import Isolates
 from edge.node.access import Access, AccessLogged
-from edge.node.ingress import Ingress, _checked_headers
+from edge.node.ingress import Ingress
+from edge.node.translation import checked_headers
 
 HANG_S = 30
 WORKER = """
@@ -103,9 +103,10 @@ async def served(folder: Path, *, show_tracebacks: bool) -> AsyncIterator[Site]:
     (folder / "main.py").write_text(WORKER)
     listener = socket.create_server(("127.0.0.1", 0))
     site = Site(f"http://127.0.0.1:{listener.getsockname()[1]}")
-    isolates = Isolates(NoBindings(), LimitsConfig(), lambda _bundle, _id, _level, text: site.printed.append(text))
+    isolates = Isolates(NoBindings(), lambda _bundle, _id, _level, text: site.printed.append(text))
     ingress = Ingress(
         isolates,
+        lambda _: ("dev", "site"),
         show_tracebacks=show_tracebacks,
         error_log=site.errors.append,
     )
@@ -230,4 +231,4 @@ async def test_a_client_that_hangs_up_cancels_the_handler(site: Site, path: str)
 )
 def test_an_isolate_cannot_break_out_of_its_response(status: int, header: tuple[str, str]) -> None:
     with pytest.raises(HandlerFailed):
-        _checked_headers(OutboundResponse(status, [header], None))
+        checked_headers(status, [header])

@@ -61,6 +61,8 @@ async def test_every_save_is_noticed_however_it_is_written(watched: Saves) -> No
         await watched.are_noticed(lambda: replace(watched.config))
         await watched.are_noticed(lambda: watched.config.write_text("in place"))
         await watched.are_noticed(lambda: replace(watched.root / "worker.py"))
+    for name in (".dev.vars", ".env.local", "requirements.txt"):
+        await watched.are_noticed(lambda name=name: (watched.root.parent / name).write_text("x"))
     (watched.root / "package").mkdir()
     await watched.are_noticed(lambda: (watched.root / "package" / "helper.py").write_text("x"))
 

@@ -94,3 +94,34 @@ async def test_clone_before_use():
 
 def test_repr():
     assert repr(received()) == "Request(method='POST', url='http://example.com/a')"
+
+
+async def test_all_ways_to_read_a_body():
+    assert await received(b"ab").string() == "ab"
+    assert await received(b"ab").bytes() == b"ab"
+    assert (await received(b"ab").buffer()).to_bytes() == b"ab"
+    assert (await received(b"ab").arrayBuffer()).to_py().tolist() == [97, 98]
+    assert (await received(b"ab").memoryview()).tolist() == [97, 98]
+    assert await (await received(b"ab").blob()).text() == "ab"
+    form = received(b"a=1", headers=[("content-type", "application/x-www-form-urlencoded")])
+    assert (await form.formData())["a"] == "1"
+    with pytest.raises(OSError, match="Body already used"):
+        await form.form_data()
+    with pytest.raises(TypeError, match="the body is no form"):
+        await received(b"a=1").form_data()
+
+
+def test_it_is_its_own_javascript_object():
+    request = received()
+    assert request.js_object is request._js_request is request
+    assert (request.mode, request.credentials, request.keepalive, request.referrer_policy) == (
+        "cors", "same-origin", False, "",
+    )  # fmt: skip
+
+
+def test_received_headers_are_joined_and_can_be_changed():
+    request = received(headers=[("X-A", "1"), ("x-a", " 2 "), ("cookie", "a=1"), ("cookie", "b=2")])
+    assert (request.headers["x-a"], request.headers["cookie"]) == ("1, 2", "a=1; b=2")
+    del request.headers["x-a"]
+    assert "x-a" not in request.headers
+    assert list(request.clone().headers.items()) == [("cookie", "a=1; b=2")]

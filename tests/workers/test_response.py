@@ -89,8 +89,8 @@ def test_statuses_without_body(status):
         Response("x", status)
 
 
-def test_web_sockets_are_refused():
-    with pytest.raises(ValueError, match="web_socket"):
+def test_what_is_no_web_socket():
+    with pytest.raises(TypeError, match="web_socket"):
         Response(None, web_socket=object())
 
 
@@ -189,3 +189,14 @@ def test_subclasses_make_their_own_kind():
 
     assert type(Mine.json({})) is Mine
     assert type(Mine.redirect("http://a/")) is Mine
+
+
+def test_it_is_its_own_javascript_object():
+    response = Response("x")
+    assert response.js_object is response.js_response is response
+    assert response.type == "default"
+
+
+def test_replace_body_checks_the_status():
+    with pytest.raises(TypeError, match="status 204 cannot have a body"):
+        Response(None, 204).replace_body("x")

@@ -41,6 +41,8 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True):
     version: str | None = None
     priority: int = 0
     """Higher calls are served first."""
+    sandbox: int = 0
+    """As in `UsageRecord`."""
 
 
 class Gate:
@@ -170,6 +172,7 @@ class _Call:
             compute_us=self._usage.compute_us,
             wall_us=wall_us,
             price_version=self._price_version,
+            sandbox=self._principal.sandbox,
         )
 
 

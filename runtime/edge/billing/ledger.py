@@ -370,5 +370,9 @@ def _m1_usage(database: sqlite3.Connection) -> None:
         )
 
 
-_MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_m1_usage,)
+def _m2_sandbox(database: sqlite3.Connection) -> None:
+    database.execute("ALTER TABLE usage ADD COLUMN sandbox INTEGER NOT NULL DEFAULT 0")
+
+
+_MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_m1_usage, _m2_sandbox)
 """Applied once each, in this order, and recorded in the table `migrations`; a released one is never edited."""

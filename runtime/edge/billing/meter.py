@@ -5,9 +5,8 @@ Counts are the engine's own. This module knows nothing about prices, databases o
 
 from __future__ import annotations
 
-import secrets
+import os
 import time
-import uuid
 from typing import Literal, Protocol
 
 import msgspec
@@ -46,6 +45,8 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     wall_us: int
     price_version: str
     """The `PriceBook.id` of the prices that were in force."""
+    sandbox: int = 0
+    """The sandbox layers of the process that made the call, a bit for each; 0 for calls that no handler made."""
 
 
 class Meter(Protocol):
@@ -63,5 +64,7 @@ class Meter(Protocol):
 def new_id() -> str:
     """A new id, a UUID of version 7 (RFC 9562): ids sort by the millisecond in which they were minted."""
     milliseconds = time.time_ns() // 1_000_000
-    random = secrets.randbits(12) << 64 | secrets.randbits(62)
-    return str(uuid.UUID(int=milliseconds << 80 | 0x7 << 76 | 0b10 << 62 | random))
+    random = int.from_bytes(os.urandom(10))
+    number = milliseconds << 80 | 0x7 << 76 | (random >> 68) << 64 | 0b10 << 62 | random & (1 << 62) - 1
+    text = f"{number:032x}"
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"

@@ -25,6 +25,7 @@ from edge.cli.options import config_options, json_option, read_config
 from edge.cli.output import format_bytes, line_width
 from edge.config import Config, DevConfig, EngineConfig, find
 from edge.errors import ConfigError
+from edge.isolates.sandbox.layers import LAYERS, Layer, SandboxReport, refusal
 from edge.weights.manifest import DEFAULT_NAME, DEFAULT_SPEC
 from edge.weights.store import ModelStore
 
@@ -40,6 +41,29 @@ class Check(msgspec.Struct, frozen=True):
     status: str
     found: str
     fix: str = ""
+
+
+class LayerState(msgspec.Struct, frozen=True):
+    """A layer of the sandbox. `why` it is off, what `risk` that is, and its `fix`."""
+
+    name: str
+    on: bool
+    demanded_by: str
+    """The weakest policy that does; empty: none."""
+    why: str = ""
+    risk: str = ""
+    fix: str = ""
+
+
+class SandboxCheck(Check, frozen=True):
+    """The sandbox: with what a handler process said about its own."""
+
+    policy: str = ""
+    bitmask: int = 0
+    """As on usage records."""
+    spawn_ms: float = 0.0
+    """From asking for a process until its sandbox is on."""
+    layers: list[LayerState] = []
 
 
 @click.command()
@@ -94,7 +118,7 @@ def examine(config_path: Path | None, state_dir: Path | None) -> Iterator[Check]
     yield _cpu_features()
     yield _openmp()
     yield _compiler(config)
-    yield _sandbox()
+    yield _sandbox(config)
     yield project
     if project.status == "fail":
         return  # it says where the models are and what the port is
@@ -208,20 +232,41 @@ def _compiler(config: Config | None) -> Check:
     return Check("kernels", "ok", f"{compiler}; {when}")
 
 
-# Enters the sandbox as a handler process does, and says which layers that gave.
-_SANDBOX_PROBE = """
-import json, os
-from edge.isolates.sandbox import enter
-print(json.dumps({"layers": enter(1, os.getppid())}))
-"""
-
-
-def _sandbox() -> Check:
-    answer, why = _ask([sys.executable, "-c", _SANDBOX_PROBE])
+def _sandbox(config: Config | None) -> Check:
+    """What a handler process says of its sandbox: for the configured policy, and for `standard`, which nodes need."""
+    policy = (config.isolates.sandbox if config else None) or "best-effort"
+    answer, why = _ask([sys.executable, "-m", "edge.isolates.probe", policy])
     if answer is None:
         return Check("sandbox", "fail", f"handlers cannot start: {why}", "use Linux 3.5 or later, with /proc mounted")
-    found = f"base layers: {', '.join(answer['layers'])}.\nThey do not hold back hostile code: run what you trust"
-    return Check("sandbox", "ok", found)
+    report = SandboxReport(answer["layers"], answer["missing"], answer["escapes"])
+    states = [_layer_state(layer, report) for layer in LAYERS]
+    off = [state for state in states if not state.on]
+    num_on = len(states) - len(off)
+    lines = [
+        f"policy {policy}: {num_on} of {len(states)} layers on; a process starts in {answer['spawn_ms']} ms",
+        f"on: {', '.join(state.name for state in states if state.on)}",
+        *(f"off: {state.name}, because: {state.why}. Without it {state.risk}" for state in off),
+    ]
+    refused, substandard = refusal(policy, report), refusal("standard", report)
+    status = "fail" if refused else "warn" if substandard else "ok"
+    if refused or substandard:
+        lines.append(refused or "Run only code that you trust: this is less than policy standard demands")
+    fixes = "; ".join(dict.fromkeys(state.fix for state in off if state.fix)) if status != "ok" else ""
+    return SandboxCheck(
+        *("sandbox", status, "\n".join(lines), fixes),
+        policy=policy,
+        bitmask=answer["bitmask"],
+        spawn_ms=answer["spawn_ms"],
+        layers=states,
+    )
+
+
+def _layer_state(layer: Layer, report: SandboxReport) -> LayerState:
+    demanded_by = {"base": "best-effort", "extra": ""}.get(layer.level, layer.level)
+    if layer.name in report.layers:
+        return LayerState(layer.name, True, demanded_by)
+    why = report.missing.get(layer.name, "the process did not say")
+    return LayerState(layer.name, False, demanded_by, why, layer.without, layer.fix)
 
 
 def _ask(command: list[str]) -> tuple[dict[str, Any] | None, str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
-from edge.config import LimitsConfig
+from edge.config import EgressConfig, LimitsConfig
 from workers._wire import Binding
 
 __all__ = [
@@ -16,11 +16,15 @@ __all__ = [
     "Bundle",
     "InboundEvent",
     "InboundRequest",
+    "InvocationUsage",
     "JsonAnswer",
+    "OnInvocation",
     "OnLog",
     "OutboundResponse",
+    "Outcome",
     "StreamAnswer",
     "WorkerKey",
+    "WorkerStatus",
 ]
 
 WorkerKey = tuple[str, str]
@@ -46,6 +50,7 @@ class Bundle(msgspec.Struct, frozen=True):
     compatibility_date: str = ""
     compatibility_flags: tuple[str, ...] = ()
     limits: LimitsConfig = LimitsConfig()
+    egress: EgressConfig = EgressConfig()
 
     @property
     def key(self) -> WorkerKey:
@@ -61,6 +66,8 @@ class InboundRequest(msgspec.Struct):
     headers: list[tuple[str, str]]
     body: AsyncIterator[bytes] | None = None
     cf: dict[str, Any] = {}
+    request_id: str = ""
+    """Under which logs and usage know it; empty: one is minted."""
     is_websocket: bool = False
     """`body` is then what the client sends, as messages (`workers._websocket`); so is the body of a response of 101."""
 
@@ -72,6 +79,7 @@ class InboundEvent(msgspec.Struct):
     payload: Any
     entrypoint: str = ""
     props: dict[str, Any] = {}
+    request_id: str = ""
 
 
 class OutboundResponse(msgspec.Struct):
@@ -122,3 +130,64 @@ class Bindings(Protocol):
 
 OnLog = Callable[[Bundle, int, str, str], None]
 """Called with bundle, invocation (0: outside of any), level (`log`, `error`, `warning`, …) and text."""
+
+Outcome = Literal["ok", "exception", "exceededCpu", "exceededMemory", "exceededTime", "canceled", "lost"]
+"""How an invocation ended, in Cloudflare's terms; `lost`: with its process, for no fault of its own."""
+
+
+class InvocationUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """What one invocation used, measured by the node alone. Times are integer microseconds.
+
+    `kind` is `fetch`, an event's kind, or `background`: CPU time of a process while none of its invocations ran.
+    """
+
+    bundle: Bundle
+    kind: str
+    request_id: str
+    entrypoint: str = ""
+    outcome: Outcome = "ok"
+    status: int = 0
+    """Of the response; 0: there was none."""
+    wall_us: int = 0
+    """From handing it to the process until `waitUntil` work was over."""
+    cpu_us: int = 0
+    """The parts of invocations that ran at the same time in one process sum up to what the process used."""
+    cold_start_us: int = 0
+    """What it waited for the fork and the import of its process; 0: the process was warm."""
+    subrequests: int = 0
+    layers: tuple[str, ...] = ()
+    """The sandbox layers of the process."""
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether a process had to be forked for it."""
+        return self.cold_start_us > 0
+
+
+OnInvocation = Callable[[InvocationUsage], None]
+"""Called once for each invocation, when all of it is over."""
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker at one moment; the counts are from its first deployment on."""
+
+    account: str
+    worker: str
+    version: str
+    """Empty: none could be imported so far."""
+    pids: list[int]
+    in_flight: int
+    waiting: int
+    """Requests that no process had room for yet."""
+    blocked: int
+    """Processes whose event loop stands still."""
+    handlers: list[str]
+    """The events that the code has handlers for."""
+    layers: list[str]
+    """The sandbox layers of the oldest process."""
+    missing_layers: dict[str, str]
+    """Those that it is not under, and why."""
+    invocations: int
+    forks: int
+    losses: int
+    """Processes that ended other than by order."""

@@ -1,54 +1,87 @@
-"""Brings requests to handler processes: one deployed version serves, its successor takes over once it has imported.
+"""Brings requests and events to the handler processes of all workers on the node.
 
 It knows nothing about HTTP servers, models or money.
 """
 
 from __future__ import annotations
 
-import asyncio
+from typing import Any
 
-from edge.config import LimitsConfig
-from edge.errors import IsolateLost, WorkerStartFailed
-from edge.isolates.base import Bindings, Bundle, InboundRequest, JsonAnswer, OnLog, OutboundResponse, StreamAnswer
+from edge.config import IsolatesConfig
+from edge.errors import IsolateLost, UnknownWorker, WorkerStartFailed
+from edge.isolates.base import (
+    Bindings,
+    Bundle,
+    InboundEvent,
+    InboundRequest,
+    InvocationUsage,
+    JsonAnswer,
+    OnInvocation,
+    OnLog,
+    OutboundResponse,
+    StreamAnswer,
+    WorkerKey,
+    WorkerStatus,
+)
 from edge.isolates.egress import Egress
-from edge.isolates.isolate import Isolate
+from edge.isolates.isolate import Home, Isolate, Owner
+from edge.isolates.sandbox.layers import ForkSpec
 from edge.isolates.spawner import Spawner
+from edge.isolates.watch import Watch
+from edge.isolates.worker import Worker
 
 __all__ = [
     "Bindings",
     "Bundle",
+    "InboundEvent",
     "InboundRequest",
+    "InvocationUsage",
     "Isolates",
     "JsonAnswer",
     "OutboundResponse",
     "StreamAnswer",
     "WorkerStartFailed",
+    "WorkerStatus",
 ]
-
-DRAIN_S = 300.0
-"""How long a replaced version may go on with the requests that it has in flight."""
 
 
 class Isolates:
-    """The handler processes of one worker.
+    """The handler processes of every worker on the node. To be made where an event loop runs.
 
     Args:
         bindings: what `env` calls.
-        limits: of each invocation, and of the import of the code.
         on_log: called with bundle, invocation (0: outside of any), level and text of what handlers print and log.
+        config: how many processes there may be, under which sandbox.
+        on_invocation: called with what each invocation used, once it is over.
+        hidden_paths: files and folders of the node that no handler may see.
     """
 
-    def __init__(self, bindings: Bindings, limits: LimitsConfig, on_log: OnLog) -> None:
-        self._bindings = bindings
-        self._limits = limits
-        self._on_log = on_log
-        self._spawner = Spawner()
+    def __init__(
+        self,
+        bindings: Bindings,
+        on_log: OnLog,
+        config: IsolatesConfig | None = None,
+        *,
+        on_invocation: OnInvocation = lambda _: None,
+        hidden_paths: tuple[str, ...] = (),
+    ) -> None:
+        self._config = config = config or IsolatesConfig()
+        self._hidden_paths = hidden_paths
+        policy = config.sandbox or "best-effort"
+        self._spawner = Spawner(policy, config.preload)
         self._egress = Egress()
-        self._current: _Generation | None = None
-        self._isolates: set[Isolate] = set()
-        self._retired: set[asyncio.Task[None]] = set()
-        self._deploying = asyncio.Lock()
-        self._failure = WorkerStartFailed("no worker is deployed")
+        self._owner = Owner(
+            spawner=self._spawner,
+            policy=policy,
+            bindings=bindings,
+            egress=self._egress,
+            watch=Watch(config.idle_s / 2),
+            on_log=on_log,
+            on_invocation=on_invocation,
+            idle_s=config.idle_s,
+            max_requests=config.max_requests,
+        )
+        self._workers: dict[WorkerKey, Worker] = {}
         self._is_closed = False
 
     async def start(self) -> None:
@@ -62,95 +95,93 @@ class Isolates:
             WorkerStartFailed: it cannot be imported; what served before goes on serving.
             IsolateLost: no process could be had; likewise.
         """
-        async with self._deploying:
-            try:
-                generation = _Generation(await self._fork(bundle))
-            except WorkerStartFailed as error:
-                self._failure = error
-                raise
-            replaced, self._current = self._current, generation
-        if replaced is not None:
-            self._retire(replaced)
+        if self._is_closed:
+            raise IsolateLost("the node is stopping")
+        worker = self._workers.get(bundle.key)
+        if worker is None:
+            worker = self._workers[bundle.key] = Worker(bundle.key, self._start_isolate, self._config.max_per_worker)
+        await worker.deploy(bundle)
 
-    async def fetch(self, request: InboundRequest) -> OutboundResponse:
+    async def remove(self, key: WorkerKey) -> None:
+        """Serve a worker no more; return once all that it has in flight is finished.
+
+        Raises:
+            UnknownWorker: there is none of that name.
+        """
+        worker = self._worker(key)
+        del self._workers[key]
+        await worker.remove()
+        if key not in self._workers:
+            await self._egress.forget(key)
+
+    async def fetch(
+        self, key: WorkerKey, request: InboundRequest, *, entrypoint: str = "", props: dict[str, Any] | None = None
+    ) -> OutboundResponse:
         """The worker's response to `request`. Closing its body before its end cancels the invocation.
 
         Raises:
+            UnknownWorker: it is not deployed.
             HandlerFailed: the handler raised (`type`, `message`, `traceback`).
-            HandlerTimeout: no response's head within limits.timeout_s.
+            ExceededResources: no response's head within limits.timeout_s, or it was over another limit.
+            RequestTooLarge: the request's body is over limits.request_body_mb.
+            TooManyRequests: too many others wait for a process.
             IsolateLost: the process died meanwhile.
             WorkerStartFailed: no version could be imported so far, or the current one cannot be any more.
         """
-        isolate = await self._ready_isolate()
-        return await isolate.fetch(request, self._limits.timeout_s)
+        worker = self._worker(key)
+        isolate = worker.take() or await worker.wait()
+        return await isolate.fetch(request, entrypoint, props or {})
+
+    async def event(self, key: WorkerKey, event: InboundEvent) -> Any:
+        """What the worker made of `event`: see `workers._wire.Event`.
+
+        Raises:
+            As `fetch`.
+        """
+        worker = self._worker(key)
+        isolate = worker.take() or await worker.wait()
+        return await isolate.event(event)
+
+    def workers(self) -> list[WorkerKey]:
+        """All workers, oldest first."""
+        return list(self._workers)
+
+    def status(self, key: WorkerKey) -> WorkerStatus:
+        """Processes and counts of one worker. Raises UnknownWorker."""
+        if key not in self._workers:
+            raise self._unknown(key)
+        return self._workers[key].status()
 
     async def close(self) -> None:
         """Stop everything; no process is left when this returns. Requests in flight fail with IsolateLost."""
         self._is_closed = True
-        for isolate in self._isolates:
-            isolate.kill("the node is stopping")
+        workers = list(self._workers.values())
+        for worker in workers:
+            await worker.close()
         await self._spawner.close()
-        await asyncio.gather(*(isolate.gone for isolate in self._isolates), *self._retired)
         await self._egress.close()
-
-    @property
-    def pid(self) -> int | None:
-        """The process that serves now, or None."""
-        isolate = self._current.isolate if self._current is not None else None
-        return isolate.pid if isolate is not None and isolate.accepts else None
 
     @property
     def zygote_pid(self) -> int | None:
         """The process that forks, or None."""
         return self._spawner.pid
 
-    @property
-    def layers(self) -> list[str]:
-        """The sandbox layers that the serving process is under."""
-        return self._current.isolate.layers if self._current is not None else []
+    def _worker(self, key: WorkerKey) -> Worker:
+        worker = self._workers.get(key)
+        if self._is_closed:
+            raise IsolateLost("the node is stopping")
+        if worker is None:
+            raise self._unknown(key)
+        return worker
 
-    async def _ready_isolate(self) -> Isolate:
-        while True:
-            if self._is_closed:
-                raise IsolateLost("the node is stopping")
-            generation = self._current
-            if generation is None:
-                raise self._failure
-            isolate = generation.isolate
-            await isolate.settled()
-            if isolate.accepts:
-                return isolate
-            async with generation.forking:
-                if generation is self._current and not generation.isolate.accepts:
-                    generation.isolate = await self._fork(generation.isolate.bundle)
+    def _unknown(self, key: WorkerKey) -> UnknownWorker:
+        return UnknownWorker(f"no worker {key[1]!r} is deployed in account {key[0]!r}")
 
-    async def _fork(self, bundle: Bundle) -> Isolate:
-        isolate = await Isolate.start(
-            self._spawner, bundle, self._bindings, self._egress, self._on_log, self._limits.timeout_s
+    async def _start_isolate(self, bundle: Bundle, home: Home) -> Isolate:
+        spec = ForkSpec(
+            memory_mb=bundle.limits.memory_mb,
+            root=bundle.root,
+            search_paths=bundle.search_paths,
+            hidden_paths=self._hidden_paths,
         )
-        self._isolates.add(isolate)
-        isolate.gone.add_done_callback(lambda _: self._isolates.discard(isolate))
-        return isolate
-
-    def _retire(self, generation: _Generation) -> None:
-        task = asyncio.create_task(self._drain(generation))
-        self._retired.add(task)
-        task.add_done_callback(self._retired.discard)
-
-    async def _drain(self, generation: _Generation) -> None:
-        async with generation.forking:  # a process that is being forked for it has to go as well
-            isolate = generation.isolate
-        isolate.retire()
-        try:
-            async with asyncio.timeout(DRAIN_S):
-                await asyncio.shield(isolate.gone)
-        except TimeoutError:
-            isolate.kill(f"a newer version took over {DRAIN_S:g} s ago")
-
-
-class _Generation:
-    """A deployed version and the process that serves it, which may be replaced when it dies."""
-
-    def __init__(self, isolate: Isolate) -> None:
-        self.isolate = isolate
-        self.forking = asyncio.Lock()
+        return await Isolate.start(self._owner, bundle, spec, home, bundle.limits.timeout_s)

@@ -4,37 +4,71 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
+
+import msgspec
 
 from edge.errors import IsolateLost
-from edge.isolates.sandbox import KEPT_VARIABLES
-from edge.isolates.zygote import EXITED, FORK, FORK_FAILED, FORKED, KILL, MESSAGE, READY
+from edge.isolates.output import Output
+from edge.isolates.places import Places
+from edge.isolates.sandbox import KEPT_VARIABLES, LIBRARY_SETTINGS, ForkSpec, Plan
+from edge.isolates.zygote import (
+    EXITED,
+    FORK,
+    FORK_FAILED,
+    FORKED,
+    KILL,
+    MAX_PLAN_BYTES,
+    MESSAGE,
+    READY,
+)
+
+__all__ = ["ForkSpec", "OnExit", "Spawner"]
 
 START_TIMEOUT_S = 30.0
 # The interpreter needs the last two where it is not installed in a standard place.
 _ZYGOTE_VARIABLES = (*KEPT_VARIABLES, "LD_LIBRARY_PATH", "PYTHONPATH")
+WATCH_S = 0.25
+"""How often the size of temporary folders is looked at that are no mounts of their own."""
+
+logger = logging.getLogger(__name__)
 
 OnExit = Callable[[int], None]
 """Called with the exit code of a process; negative: the number of the signal that killed it."""
 
 
 class Spawner:
-    """Forks handler processes. Must be used from the thread that lives as long as the node: the zygote dies with it."""
+    """Forks handler processes. Must be used from the thread that lives as long as the node: the zygote dies with it.
 
-    def __init__(self) -> None:
+    Args:
+        policy: which layers of the sandbox there are to be (`edge.isolates.sandbox.layers.POLICIES`). The caller
+            compares it with what each process reports (`layers.refusal`).
+        preload: names of packages that the zygote imports, so that handler processes find them imported.
+        tmp_root: where temporary folders are made; default: the system's.
+    """
+
+    def __init__(self, policy: str = "best-effort", preload: Sequence[str] = (), tmp_root: Path | None = None) -> None:
+        self.policy = policy
+        self._preload = tuple(preload)
+        self._tmp_root = tmp_root
         self._zygote: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._ready: asyncio.Future[None] | None = None
+        self._places: Places | None = None
+        self._output: Output | None = None
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[asyncio.Future[int], OnExit]] = {}
         self._on_exit: dict[int, OnExit] = {}
         self._starting = asyncio.Lock()
+        self._watching: asyncio.Task[None] | None = None
         self._is_closed = False
 
     @property
@@ -55,7 +89,7 @@ class Spawner:
                 await self._reap()
                 await self._start()
 
-    async def fork(self, on_exit: OnExit) -> tuple[int, socket.socket]:
+    async def fork(self, spec: ForkSpec, on_exit: OnExit) -> tuple[int, socket.socket]:
         """A new handler process: its pid and the node's end of its socket. `on_exit` is called when it ends.
 
         Raises:
@@ -65,7 +99,7 @@ class Spawner:
             await self.start()
             ours, theirs = socket.socketpair()
             try:
-                return await self._fork(theirs, on_exit), ours
+                return await self._fork(theirs, spec, on_exit), ours
             except BaseException as error:
                 ours.close()  # ends the child, should there be one after all
                 if not isinstance(error, IsolateLost) or attempt == 1 or self._control is not None:
@@ -84,13 +118,22 @@ class Spawner:
         """End the zygote and, with it, every process that it forked."""
         async with self._starting:
             self._is_closed = True
+            if self._watching is not None:
+                self._watching.cancel()
             self._disconnect("the node is stopping")
             await self._reap()
 
     async def _start(self) -> None:
+        try:
+            self._places = await asyncio.to_thread(Places, self._tmp_root, self.policy)
+        except OSError as error:
+            raise IsolateLost(f"no folder for the temporary files of handlers can be made: {error}") from error
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        output, their_output = os.pipe()
         with theirs:
-            self._zygote = _launch(theirs.fileno())
+            self._zygote = _launch(theirs.fileno(), their_output, self.policy, self._preload)
+        os.close(their_output)
+        self._output = Output(output)
         ours.setblocking(False)
         self._control = ours
         loop = asyncio.get_running_loop()
@@ -106,18 +149,41 @@ class Spawner:
                 "is the machine overloaded?"
             ) from None
 
-    async def _fork(self, theirs: socket.socket, on_exit: OnExit) -> int:
+    async def _fork(self, theirs: socket.socket, spec: ForkSpec, on_exit: OnExit) -> int:
         assert self._control is not None
+        assert self._places is not None
+        places = self._places
+        place = places.take()
         number = next(self._numbers)
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer, on_exit
+
+        def after_exit(code: int) -> None:
+            place.give_back()
+            on_exit(code)
+
+        self._waiting[number] = answer, after_exit
         try:
-            socket.send_fds(self._control, [MESSAGE.pack(FORK, number, 0, 0)], [theirs.fileno()])
-            return await answer
-        except OSError as error:
+            plan = msgspec.msgpack.encode(Plan(spec, place.tmp_dir, place.uid, places.why_no_cgroup))
+            if len(plan) > MAX_PLAN_BYTES:
+                raise IsolateLost(
+                    f"the paths that the process is to read take {len(plan)} bytes, over {MAX_PLAN_BYTES}"
+                )
+            socket.send_fds(self._control, [MESSAGE.pack(FORK, number, 0, 0) + plan], [theirs.fileno()])
+        except (OSError, IsolateLost) as error:
+            del self._waiting[number]
+            place.give_back()
+            if isinstance(error, IsolateLost):
+                raise
             raise IsolateLost(f"the zygote could not be asked for a process: {error}") from error
-        finally:
-            self._waiting.pop(number, None)
+        pid = await answer
+        if self._watching is None and not places.has_own_mounts:
+            self._watching = asyncio.create_task(self._watch_folders())
+        try:
+            await places.admit(place, pid, spec)
+        except OSError as error:
+            self.kill(pid)
+            raise IsolateLost(f"a handler process could not be put into its control group: {error}") from error
+        return pid
 
     def _on_readable(self) -> None:
         while self._control is not None:
@@ -133,7 +199,8 @@ class Spawner:
             self._on_message(*MESSAGE.unpack(data))
 
     def _on_message(self, kind: bytes, number: int, status: int, pid: int) -> None:
-        if kind == READY and self._ready is not None and not self._ready.done():
+        if kind == READY and self._ready is not None and self._places is not None and not self._ready.done():
+            self._places.abilities = status
             self._ready.set_result(None)
         elif kind == EXITED and pid in self._on_exit:
             self._on_exit.pop(pid)(os.waitstatus_to_exitcode(status))
@@ -141,16 +208,12 @@ class Spawner:
             answer, on_exit = self._waiting.pop(number)
             if kind == FORKED:
                 self._on_exit[pid] = on_exit
-            if answer.done():
+                if not answer.done():
+                    answer.set_result(pid)
                 return
-            if kind == FORKED:
-                answer.set_result(pid)
-            else:
-                answer.set_exception(
-                    IsolateLost(
-                        f"no handler process could be forked: {os.strerror(status)}; check `ulimit -u` and memory"
-                    )
-                )
+            error = f"no handler process could be forked: {os.strerror(status)}; check `ulimit -u` and memory"
+            if not answer.done():
+                answer.set_exception(IsolateLost(error))
 
     def _disconnect(self, reason: str) -> None:
         """The zygote is gone, or has to go; its children die with it."""
@@ -169,6 +232,15 @@ class Spawner:
         for on_exit in on_exits:
             on_exit(-signal.SIGKILL)
 
+    async def _watch_folders(self) -> None:
+        """End processes that keep too much in a temporary folder that nothing else limits."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self._places is not None:
+                for pid in await asyncio.to_thread(self._places.over_their_size):
+                    logger.warning("the handler process %d was killed: its temporary folder is full", pid)
+                    self.kill(pid)
+
     async def _reap(self) -> None:
         """Wait for the zygote that was disconnected."""
         if self._zygote is None:
@@ -179,14 +251,21 @@ class Spawner:
             self._zygote.kill()
             await asyncio.to_thread(self._zygote.wait)
         self._zygote = None
+        if self._output is not None:
+            self._output.close()
+        if self._places is not None:
+            await asyncio.to_thread(self._places.remove)
 
 
-def _launch(control_fd: int) -> subprocess.Popen[bytes]:
+def _launch(control_fd: int, output_fd: int, policy: str, preload: Sequence[str]) -> subprocess.Popen[bytes]:
+    arguments = [str(control_fd), str(os.getpid()), policy, *preload]
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "edge.isolates.zygote", str(control_fd), str(os.getpid())],
+        [sys.executable, "-P", "-m", "edge.isolates.zygote", *arguments],
         pass_fds=[control_fd],
         stdin=subprocess.DEVNULL,
+        stdout=output_fd,
+        stderr=output_fd,
         cwd="/",
-        env={name: os.environ[name] for name in _ZYGOTE_VARIABLES if name in os.environ},
+        env=LIBRARY_SETTINGS | {name: os.environ[name] for name in _ZYGOTE_VARIABLES if name in os.environ},
         start_new_session=True,  # Ctrl-C in a terminal is for the node, which then closes the zygote
     )

@@ -1,17 +1,20 @@
-"""`python -m edge.isolates.zygote CONTROL_FD PARENT_PID`: forks handler processes for the node.
+"""`python -m edge.isolates.zygote CONTROL_FD PARENT_PID POLICY [PACKAGE...]`: forks handler processes for the node.
 
-It has the SDK imported and nothing else of ours, one thread, no event loop and no secret, so that a fork of it is a
-handler process that only lacks its code. It ends with the node, and its children end with it.
+It has the SDK and the named packages imported and nothing else of ours, one thread, no event loop and no secret, so
+that a fork of it is a handler process that only lacks its code. It ends with the node, and its children end with it.
 
-One message each on the control socket (SEQPACKET): the node asks to `FORK` (with the child's socket attached) or to
-`KILL`; the zygote answers `FORKED` or `FORK_FAILED`, and reports each `EXITED`. Only the parent of a process can kill
-it by its number without hitting a stranger that got the number later, so kills are asked for here.
+One message each on the control socket (SEQPACKET): the node asks to `FORK` (with the child's socket attached, and a
+`Plan` behind the message) or to `KILL`; the zygote answers `FORKED` or `FORK_FAILED`, and reports each `EXITED`. Only
+the parent of a process can kill it by its number without hitting a stranger that got the number later, so kills are
+asked for here.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gc
+import importlib
 import os
 import select
 import signal
@@ -19,41 +22,76 @@ import socket
 import struct
 import sys
 import traceback
+from asyncio import selector_events
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
+
+import msgspec
 
 import workers  # noqa: F401 - imported before forking, so that children have it
 from edge.isolates import sandbox
 from workers import _isolate
+from workers._channel import Channel
+from workers._wire import Sandboxed, ToIsolate
 
 FORK, KILL = b"F", b"K"
 READY, FORKED, FORK_FAILED, EXITED = b"R", b"f", b"e", b"x"
 MESSAGE = struct.Struct("=cIiI")
-"""Kind, request number, wait status or errno, pid."""
+"""Kind, request number, wait status or errno (with READY: abilities), pid."""
+MAX_PLAN_BYTES = 64 << 10
+HAS_OWN_MOUNTS, CAN_CHANGE_USER = 1, 2
+"""Abilities: of temporary folders in memory, and of giving each isolate a user of its own."""
 
 
-def main(control_fd: int, parent_pid: int) -> NoReturn:
+def main(control_fd: int, parent_pid: int, policy: str, packages: Sequence[str]) -> NoReturn:
     """Serve fork requests until the node closes the control socket."""
     sandbox.die_with_parent(parent_pid)
     control = socket.socket(fileno=control_fd)
+    selector_events._HAS_SENDMSG = False  # type: ignore[attr-defined]  # Python 3.12 would use a call that is refused
+    for package in packages:
+        _preload(package)
+    asyncio.run(_rehearse())
     if len(os.listdir("/proc/self/task")) != 1:
         raise RuntimeError("the zygote has more than one thread; a fork of it could deadlock")
+    box = sandbox.Sandbox(policy)
+    sandbox.die_with_parent(parent_pid)  # a change of credentials may have undone it
     gc.collect()
     gc.freeze()  # children would otherwise copy every page that a collection touches
-    _Zygote(control).run()
+    _Zygote(control, box).run()
+
+
+def _preload(package: str) -> None:
+    """Import `package`; a worker that needs one that cannot be imported says so itself."""
+    try:
+        importlib.import_module(package)
+    except Exception as error:
+        print(f"isolates.preload: {package} cannot be imported: {error}", file=sys.stderr)
+
+
+async def _rehearse() -> None:
+    """Do once what every child begins with: what that builds and caches is then there in each of them."""
+    ours, theirs = socket.socketpair()
+    channel = await Channel.open(ours, ToIsolate, lambda _: None, lambda _: None)
+    channel.send(Sandboxed([]))
+    channel.close()
+    theirs.close()
 
 
 class _Zygote:
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, box: sandbox.Sandbox) -> None:
         self._control = control
+        self._sandbox = box
         self._pid = os.getpid()
         self._children: set[int] = set()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._plans = msgspec.msgpack.Decoder(sandbox.Plan)
 
     def run(self) -> NoReturn:
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._control.send(MESSAGE.pack(READY, 0, 0, self._pid))
+        abilities = HAS_OWN_MOUNTS * self._sandbox.has_own_mounts | CAN_CHANGE_USER * self._sandbox.can_change_user
+        self._control.send(MESSAGE.pack(READY, 0, abilities, self._pid))
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(self._wake_read, select.POLLIN)
@@ -67,19 +105,19 @@ class _Zygote:
 
     def _serve_one(self) -> None:
         try:
-            data, fds, _, _ = socket.recv_fds(self._control, MESSAGE.size, 1, socket.MSG_CMSG_CLOEXEC)
+            data, fds, _, _ = socket.recv_fds(self._control, MESSAGE.size + MAX_PLAN_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:  # the node went away without having read all our answers
             self._end()
         if not data:
             self._end()
-        kind, number, _, pid = MESSAGE.unpack(data)
+        kind, number, _, pid = MESSAGE.unpack_from(data)
         if kind == KILL:
             if pid in self._children:
                 _kill(pid)
         elif kind == FORK and fds:
-            self._fork(number, fds[0])
+            self._fork(number, fds[0], self._plans.decode(data[MESSAGE.size :]))
 
-    def _fork(self, number: int, fd: int) -> None:
+    def _fork(self, number: int, fd: int, plan: sandbox.Plan) -> None:
         try:
             pid = os.fork()
         except OSError as error:
@@ -87,7 +125,7 @@ class _Zygote:
             self._answer(FORK_FAILED, number, error.errno or errno.EAGAIN, 0)
             return
         if pid == 0:
-            _become_isolate(fd, self._pid)
+            _become_isolate(fd, self._pid, self._sandbox, plan)
         os.close(fd)
         self._children.add(pid)
         self._answer(FORKED, number, 0, pid)
@@ -131,13 +169,14 @@ def _kill(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _become_isolate(fd: int, zygote_pid: int) -> NoReturn:
+def _become_isolate(fd: int, zygote_pid: int, box: sandbox.Sandbox, plan: sandbox.Plan) -> NoReturn:
     """The forked child's whole life; nothing may return into the zygote's loop."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        layers = sandbox.enter(fd, zygote_pid)
-        _isolate.serve(socket.socket(fileno=fd), layers)
+        report = box.enter(fd, zygote_pid, plan)
+        sandboxed = Sandboxed(report.layers, report.missing, report.escapes)
+        _isolate.serve(socket.socket(fileno=fd), sandboxed)
     except BaseException:  # the process edge
         traceback.print_exc(file=sys.__stderr__)
     finally:
@@ -145,4 +184,4 @@ def _become_isolate(fd: int, zygote_pid: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])

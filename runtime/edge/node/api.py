@@ -37,7 +37,7 @@ from edge.errors import (
     UnknownModel,
     UnknownRoute,
 )
-from edge.node.connection import while_connected
+from edge.node.connection import hung_up, while_connected
 
 PREFIX = "/client/v4"
 MAX_BODY_BYTES = 10 << 20
@@ -136,7 +136,7 @@ class _Api:
             if isinstance(inputs, dict) and isinstance(inputs.get("options"), dict):
                 options |= inputs["options"]
             call = native.run_binding(self._gate, principal, request.path_params["model"], inputs, options)
-            result = await while_connected(call, _hang_up(request.receive))
+            result = await while_connected(call, hung_up(request.receive))
         if not isinstance(result, dict):
             return _stream_or_nothing(result)
         return _json(_envelope(result), headers=_neurons_header(result))
@@ -145,7 +145,7 @@ class _Api:
         principal = self._principal(request, "openai")
         async with self._bodies.json_of(request) as body:
             call = openai.chat_completion(self._gate, principal, body)
-            result = await while_connected(call, _hang_up(request.receive))
+            result = await while_connected(call, hung_up(request.receive))
         if not isinstance(result, dict):
             return _stream_or_nothing(result)
         return _json(result, headers=_neurons_header(result))
@@ -274,11 +274,6 @@ def _translated(error: HTTPException, scope: Scope) -> EdgeError:
     return UnknownRoute(f"no route for {scope['method']} {scope['path'][:200]}")
 
 
-async def _hang_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 # -- responses ---------------------------------------------------------------------------------------------
 
 
@@ -294,7 +289,7 @@ class _EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the stream ends or the client hangs up."""
         try:
-            await while_connected(self._send(send), _hang_up(receive))
+            await while_connected(self._send(send), hung_up(receive))
         finally:
             await self._stream.aclose()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,13 +19,39 @@ from edge.billing import ledger
 from edge.billing.ledger import Ledger
 from edge.billing.meter import new_id
 from edge.billing.prices import load_prices
+from edge.bindings.assets import Assets, Site
+from edge.bindings.base import Provider
+from edge.bindings.d1 import D1
+from edge.bindings.kv import Kv
+from edge.bindings.queues import Queues
+from edge.bindings.r2 import R2
+from edge.bindings.ratelimit import RateLimits
+from edge.bindings.service import Services
 from edge.config import Config
-from edge.errors import InvalidInput
-from edge.isolates.base import Bundle, JsonAnswer, StreamAnswer
+from edge.errors import ConfigError, IsolateLost, UnknownWorker
+from edge.isolates.base import (
+    Bundle,
+    InboundEvent,
+    InboundRequest,
+    InvocationUsage,
+    JsonAnswer,
+    OutboundResponse,
+    StreamAnswer,
+    WorkerKey,
+)
 from edge.isolates.dispatch import Isolates
+from edge.isolates.egress_rules import Rules
+from edge.isolates.sandbox.layers import bitmask
 from edge.node import api
 from edge.node.access import Access, AccessLogged
+from edge.node.bundle import bundle_of
+from edge.node.cron import Cron
+from edge.node.dependencies import prepare
+from edge.node.hub import Hub
 from edge.node.ingress import Ingress
+from edge.node.static import AssetsFirst
+from edge.node.triggers import Triggers
+from edge.node.triggers import routes as trigger_routes
 from edge.pool.local import LocalPool
 from edge.weights.manifest import Manifest
 from edge.weights.store import ModelStore
@@ -39,10 +65,12 @@ class Node:
     """All parts of one node, running between `async with`'s two ends.
 
     Args:
+        config: of the worker that HTTP requests reach; what concerns the node as a whole is taken from it.
         tokens: bearer token to account.
         show_tracebacks: whether an exception of a handler is answered with its traceback.
         say: where a line for the operator goes.
         access_log: called after every request.
+        local_triggers: whether crons can be fired over HTTP, from this machine.
     """
 
     def __init__(
@@ -53,6 +81,7 @@ class Node:
         show_tracebacks: bool,
         say: Callable[[str], None],
         access_log: Callable[[Access], None],
+        local_triggers: bool = False,
     ) -> None:
         self._say = say
         self._store = ModelStore.in_state_dir(config.state_dir)
@@ -60,31 +89,62 @@ class Node:
         self._ledger = Ledger(config.state_dir / ledger.FILE_NAME)
         self._ledger.add_price_book(prices)
         self._served = self._installed()
-        self._stand_ins = _stand_ins(config)
-        self.catalogue = Catalogue(self._served.values(), self._stand_ins, prices)
+        self._primary = key_of(config)
+        self._ai = {self._primary: config.ai}
+        self.catalogue = Catalogue(self._served.values(), self._stand_ins(), prices)
         self.pool = LocalPool(self._paths(self._served), config.engine, config.state_dir / "cache" / "kernels")
         self._gate = Gate(self.pool, self.catalogue, self._ledger)
-        self._binding = _AiBinding(self._gate, config.account_id)
-        self.isolates = Isolates(self._binding, config.limits, self._on_log)
+        self._binding = _AiBinding(self._gate, self._layers_of)
         self.use_ai(config)
-        ingress = Ingress(self.isolates, show_tracebacks=show_tracebacks, error_log=say)
-        doors = Starlette(routes=api.routes(self._gate, tokens=tokens, health=self._health))
-        # The default, and not a route for every path, because no route matches a path with a line break (%0A).
-        doors.router.default = ingress
-        doors.router.redirect_slashes = False
-        self.app: ASGIApp = AccessLogged(doors, access_log)
+        self._queues = Queues(config.state_dir, self.event, say)
+        self._assets = Assets()
+        services = Services(self)
+        providers: dict[str, Provider] = {
+            "kv": Kv(config.state_dir),
+            "d1": D1(config.state_dir),
+            "r2": R2(config.state_dir),
+            "queue": self._queues,
+            "service": services,
+            "ratelimit": RateLimits(),
+            "assets": self._assets,
+        }
+        self._hub = Hub(self._binding, providers)
+        self.isolates = Isolates(
+            self._hub,
+            self._on_log,
+            config.isolates,
+            on_invocation=self._on_invocation,
+            hidden_paths=(str(config.state_dir),),
+        )
+        self.triggers = Triggers(self.event, say)
+        self.app = AccessLogged(self._doors(tokens, show_tracebacks, local_triggers), access_log)
         self._parts = AsyncExitStack()
 
+    def _doors(self, tokens: Mapping[str, str], show_tracebacks: bool, local_triggers: bool) -> ASGIApp:
+        ingress = Ingress(self.isolates, lambda _: self._primary, show_tracebacks=show_tracebacks, error_log=self._say)
+        routes = api.routes(self._gate, tokens=tokens, health=self._health)
+        if local_triggers:
+            routes += trigger_routes(self.triggers, self._find)
+        doors = Starlette(routes=routes)
+        # The default, and not a route for every path, because no route matches a path with a line break (%0A).
+        doors.router.default = AssetsFirst(ingress, lambda _: self._assets.sites.get(self._primary))
+        doors.router.redirect_slashes = False
+        return doors
+
     async def __aenter__(self) -> Self:
-        # Closed in the reverse order: handlers first, then what they call, and the ledger last, since a call that
-        # is cut short is recorded as well.
+        # Closed in the reverse order: what starts handlers first, then handlers and what they call, and the ledger
+        # last, since a call that is cut short is recorded as well.
         self._parts.push_async_callback(self._ledger.close)
         self._parts.push_async_callback(self._gate.close)
         self._parts.push_async_callback(self.pool.close)
+        self._parts.push_async_callback(self._hub.close)
         self._parts.push_async_callback(self.isolates.close)
+        self._parts.push_async_callback(self._queues.stop)
+        self._parts.push_async_callback(self.triggers.close)
         try:
             await self.pool.start()
             await self.isolates.start()
+            self.triggers.start()
         except BaseException:
             await self._parts.aclose()
             raise
@@ -99,20 +159,101 @@ class Node:
         """End all parts; requests in flight fail with an error that says so. Closing again does nothing."""
         await self._parts.aclose()
 
-    async def deploy(self, bundle: Bundle) -> None:
-        """Let `bundle` take over once it has imported.
+    async def deploy(
+        self, config: Config, *, secrets: Mapping[str, str] | None = None, was: Config | None = None
+    ) -> None:
+        """Let the worker of `config`, as it is on disk now, take over once it has imported.
+
+        Args:
+            secrets: variables that go before those of `config`.
+            was: what the worker was called before; that one is then served no more.
 
         Raises:
             WorkerStartFailed: it could not be imported; what served before goes on serving.
+            ConfigError: a cron, a consumer, the assets, `egress` or the list of dependencies is wrong; likewise.
+            DependenciesFailed: what it depends on cannot be installed; likewise.
         """
+        key = key_of(config)
+        old = key_of(was) if was is not None and key_of(was) != key else None
+        crons = [Cron(expression) for expression in config.triggers.crons]
+        site = _site_of(config)
+        Rules(config.egress)
+        search_paths = await prepare(config, config.state_dir, self._say)
+        bundle = await asyncio.to_thread(bundle_of, config, secrets=secrets, search_paths=search_paths)
+        self._queues.check(key, config.queues.consumers, instead_of=old)
+        if site is not None:
+            self._assets.sites[key] = site
         await self.isolates.deploy(bundle)
+        if site is None:
+            self._assets.sites.pop(key, None)
+        if old is not None:
+            self._take_from(old, key)
+            self.use_ai(config)
+        consumers = config.queues.consumers
+        if consumers and self._lacks(key, "queue"):
+            consumers = []
+            self._say(f"warning: {config.name} has no `queue` handler: messages of the queues that it consumes wait")
+        if crons and self._lacks(key, "scheduled"):
+            self._say(f"warning: {config.name} has no `scheduled` handler: its crons will fail")
+        self._queues.consume(key, consumers)
+        self.triggers.use(key, crons)
+        if old is not None:
+            with suppress(UnknownWorker):  # it could never be imported
+                await self.isolates.remove(old)
+
+    def _lacks(self, key: WorkerKey, event: str) -> bool:
+        """Whether the worker is known to have no handler of `event`: one whose process has just died may have one."""
+        status = self.isolates.status(key)
+        return bool(status.pids) and event not in status.handlers
+
+    def _take_from(self, old: WorkerKey, key: WorkerKey) -> None:
+        """Let nothing but what is in flight, and service bindings, reach the worker `old`."""
+        if self._primary == old:
+            self._primary = key
+        self._queues.consume(old, [])
+        self.triggers.remove(old)
+        self._assets.sites.pop(old, None)
+        self._ai.pop(old, None)
+
+    def serves(self, config: Config) -> bool:
+        """Whether some version of that worker is up."""
+        key = key_of(config)
+        return key in self.isolates.workers() and self.isolates.status(key).version != ""
 
     def use_ai(self, config: Config) -> None:
-        """Take over `[ai]` of `config`."""
-        self._stand_ins = _stand_ins(config)
-        self.catalogue.update(self._served.values(), self._stand_ins)
-        self._binding.priority = config.ai.priority if config.ai else 0
-        self._gate.sharing = frozenset([config.account_id] if config.ai and config.ai.share_prefixes else [])
+        """Take over `[ai]` of `config` for its worker; stand-ins are for all workers, the first one's going first."""
+        self._ai[key_of(config)] = config.ai
+        self.catalogue.update(self._served.values(), self._stand_ins())
+        self._binding.priorities = {key: ai.priority for key, ai in self._ai.items() if ai is not None}
+        self._gate.sharing = frozenset(key[0] for key, ai in self._ai.items() if ai is not None and ai.share_prefixes)
+
+    async def fetch(
+        self, key: WorkerKey, request: InboundRequest, *, entrypoint: str = "", props: dict[str, Any] | None = None
+    ) -> OutboundResponse:
+        """The response of another worker, for service bindings."""
+        return await self.isolates.fetch(key, request, entrypoint=entrypoint, props=props)
+
+    async def event(self, key: WorkerKey, event: InboundEvent) -> Any:
+        """What another worker makes of `event`, for service bindings, queues and crons."""
+        return await self.isolates.event(key, event)
+
+    def _layers_of(self, key: WorkerKey) -> Sequence[str]:
+        """The sandbox layers of the worker's processes, which are the same for all that one zygote has forked."""
+        try:
+            return self.isolates.status(key).layers
+        except (UnknownWorker, IsolateLost):  # it, or the node, is stopping, and this is one of its last calls
+            return ()
+
+    def _find(self, name: str) -> WorkerKey | None:
+        if not name:
+            return self._primary
+        return next((key for key in self.isolates.workers() if key[1] == name), None)
+
+    def _stand_ins(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for ai in self._ai.values():
+            found = (ai.models if ai is not None else {}) | found
+        return found
 
     def _installed(self) -> dict[str, Manifest]:
         return {manifest.name: manifest for manifest in self._store.list()}
@@ -141,50 +282,71 @@ class Node:
             if installed != self._served:
                 kept = {name: each for name, each in installed.items() if self._served.get(name) == each}
                 self._served = installed
-                self.catalogue.update(installed.values(), self._stand_ins)
+                self.catalogue.update(installed.values(), self._stand_ins())
                 self.pool.update(self._paths(kept))  # first without those that were replaced under the same name
                 self.pool.update(self._paths(installed))
                 self._say(f"Models    {', '.join(model.id for model in self.catalogue.models()) or 'none'}")
 
     def _health(self) -> dict[str, Any]:
-        return {"engine": self.pool.status(), "worker": {"pid": self.isolates.pid, "sandbox": self.isolates.layers}}
+        return {"engine": self.pool.status(), "workers": [self.isolates.status(key) for key in self.isolates.workers()]}
+
+    def _on_invocation(self, usage: InvocationUsage) -> None:
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug(
+                "%s of %s %s: %s, cpu %d us, wall %d us%s",
+                *(usage.kind, usage.bundle.worker, usage.bundle.version, usage.outcome, usage.cpu_us, usage.wall_us),
+                f", cold start {usage.cold_start_us} us" if usage.is_cold else "",
+            )
 
     def _on_log(self, bundle: Bundle, invocation: int, level: str, text: str) -> None:
         self._say(text if level == "log" else f"{level}: {text}")
 
 
-def _stand_ins(config: Config) -> dict[str, str]:
-    return config.ai.models if config.ai is not None else {}
+def key_of(config: Config) -> WorkerKey:
+    """Account and name of the worker of `config`."""
+    return config.account_id, config.name
+
+
+def _site_of(config: Config) -> Site | None:
+    """The assets of the worker of `config`.
+
+    Raises:
+        ConfigError: there is no such folder, or the worker's own code would be among them.
+    """
+    assets = config.assets
+    if assets is None:
+        return None
+    if not assets.directory.is_dir():
+        raise ConfigError(f"assets.directory: there is no folder {assets.directory}")
+    if config.main.resolve().is_relative_to(assets.directory.resolve()):
+        raise ConfigError(
+            f"assets.directory {assets.directory} holds {config.main}, which would be served to anybody: "
+            "keep code and assets in different folders"
+        )
+    return Site(assets)
 
 
 class _AiBinding:
-    """`env.AI` of a worker: the gate, on the worker's account."""
+    """`env.AI` of workers: the gate, each on its own account."""
 
-    def __init__(self, gate: Gate, account: str) -> None:
-        self.priority = 0
+    def __init__(self, gate: Gate, layers_of: Callable[[WorkerKey], Sequence[str]]) -> None:
+        self.priorities: dict[WorkerKey, int] = {}
         self._gate = gate
-        self._account = account
+        self._layers_of = layers_of
 
-    async def ai_run(
-        self, bundle: Bundle, model: str, inputs: Any, options: dict[str, Any]
-    ) -> JsonAnswer | StreamAnswer:
+    async def run(self, caller: Bundle, model: str, inputs: Any, options: dict[str, Any]) -> JsonAnswer | StreamAnswer:
         """One model call of a handler; EdgeErrors travel to it."""
         principal = Principal(
-            account=self._account,
+            account=caller.account,
             trigger="binding",
             request_id=new_id(),
-            worker=bundle.worker,
-            version=bundle.version,
-            priority=self.priority,
+            worker=caller.worker,
+            version=caller.version,
+            priority=self.priorities.get(caller.key, 0),
+            sandbox=bitmask(self._layers_of(caller.key)),
         )
         answer = await run_binding(self._gate, principal, model, inputs, options)
         info = {"requestId": principal.request_id, "status": 200}
         if isinstance(answer, dict):
             return JsonAnswer(answer, info)
         return StreamAnswer(200, [("content-type", "text/event-stream")], answer, info)
-
-    async def call(
-        self, bundle: Bundle, binding: str, method: str, args: list[Any], body: AsyncIterator[bytes] | None
-    ) -> JsonAnswer | StreamAnswer:
-        """No other kinds yet."""
-        raise InvalidInput(f"env.{binding}.{method}() is not supported yet")

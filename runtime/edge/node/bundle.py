@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
 
 from edge.config import Config
 from edge.isolates.base import Binding, Bundle
@@ -19,25 +24,35 @@ SKIPPED_FOLDERS = frozenset(
 """Folders below a worker's root that hold no code of the worker."""
 
 
-def bundle_of(config: Config) -> Bundle:
+def bundle_of(
+    config: Config, *, secrets: Mapping[str, str] | None = None, search_paths: tuple[str, ...] = ()
+) -> Bundle:
     """The worker of `config` as it is on disk now.
 
-    Its version is a hash of the Python files below the module root, so that usage records of the same code
-    carry the same version.
+    Its version is a hash of the Python files below the module root and of what the configuration, `secrets` and
+    `search_paths` say of it, so that usage records of the same code carry the same version.
+
+    Args:
+        secrets: variables that go before those of the configuration.
+        search_paths: folders with the packages that it depends on.
     """
     root = config.main.parent
-    return Bundle(
+    bundle = Bundle(
         worker=config.name,
-        version=f"dev-{_source_hash(root)}",
+        version="",
         root=str(root),
         main=config.main.name,
         account=config.account_id,
-        vars=config.vars,
+        vars=config.vars | dict(secrets or {}),
         bindings=bindings_of(config),
+        search_paths=search_paths,
         compatibility_date=config.compatibility_date or "",
         compatibility_flags=tuple(config.compatibility_flags),
         limits=config.limits,
+        egress=config.egress,
     )
+    version = f"dev-{_hash_of(bundle)}"
+    return replace(bundle, version=version, bindings=_with_metadata(bundle.bindings, version))
 
 
 def bindings_of(config: Config) -> dict[str, Binding]:
@@ -61,14 +76,24 @@ def bindings_of(config: Config) -> dict[str, Binding]:
         props = {"id": limit.namespace_id, "limit": limit.simple.limit, "period": limit.simple.period}
         bindings[limit.name] = Binding("ratelimit", props)
     if config.version_metadata is not None:
-        bindings[config.version_metadata.binding] = Binding("version_metadata")  # `id` and the like: see `bundle_of`
+        bindings[config.version_metadata.binding] = Binding("version_metadata")  # which version: see `bundle_of`
     if config.assets is not None and config.assets.binding is not None:
         bindings[config.assets.binding] = Binding("assets")
     return bindings
 
 
-def _source_hash(root: Path) -> str:
-    digest = hashlib.sha256()
+def _with_metadata(bindings: Mapping[str, Binding], version: str) -> dict[str, Binding]:
+    """`bindings`, of which those of version metadata say what they are about."""
+    metadata = {"id": version, "tag": "", "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds")}
+    return {
+        name: Binding(binding.kind, metadata) if binding.kind == "version_metadata" else binding
+        for name, binding in bindings.items()
+    }
+
+
+def _hash_of(bundle: Bundle) -> str:
+    root = Path(bundle.root)
+    digest = hashlib.sha256(msgspec.json.encode(bundle))
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(set(folders) - SKIPPED_FOLDERS)
         for path in (Path(folder, name) for name in sorted(files) if name.endswith(".py")):

@@ -6,7 +6,15 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from starlette.types import Receive
+
 T = TypeVar("T")
+
+
+async def hung_up(receive: Receive) -> None:
+    """Return once the client has gone. What it still sends is thrown away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def while_connected(work: Coroutine[Any, Any, T], hang_up: Coroutine[Any, Any, object]) -> T | None:

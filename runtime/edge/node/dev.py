@@ -1,4 +1,4 @@
-"""`edge dev`: one worker on one node in the foreground, served again on every save.
+"""`edge dev`: a node in the foreground with one worker, or several, each served again on every save.
 
 The node is the same as anywhere else; only the account, the token, the reload and the traceback pages are
 this mode's own.
@@ -13,9 +13,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+import webbrowser
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from pathlib import Path
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -25,99 +26,180 @@ import edge.config
 from edge.config import Config
 from edge.errors import ConfigError, EdgeError, PortInUse, UsageError
 from edge.node.access import Access
-from edge.node.app import Node
-from edge.node.bundle import bundle_of
+from edge.node.app import Node, key_of
 from edge.node.connection import while_connected
+from edge.node.dev_vars import load_dev_vars
+from edge.node.hot_keys import HotKey, hot_keys
 from edge.node.protocol import LimitedHttp
 from edge.node.saves import saves
-from edge.weights.manifest import DEFAULT_SPEC
+from edge.node.welcome import missing_services, short, welcome
+from workers._websocket import MAX_MESSAGE_BYTES
 
 TOKEN = "dev"
 _SHUTDOWN_S = 5
 _RELOAD_PATIENCE_S = 1.0
 _MAX_PROBLEM_CHARS = 300
-_FIXED_KEYS = ("account_id", "limits", "dev", "engine", "billing")
+_CLEAR = "\x1b[H\x1b[2J\x1b[3J"
+_FIXED_KEYS = ("account_id", "isolates", "dev", "engine", "billing")
 """What only a new start takes over."""
 _CUT_SHORT = ("Cancel %s running task(s)", "ASGI callable returned without completing response")
 """How uvicorn puts it."""
 
 
-def run(config: Config, *, ip: str, port: int, reload: bool) -> None:
-    """Serve `config`'s worker until SIGINT or SIGTERM.
+def run(configs: Sequence[Config], *, ip: str, port: int, reload: bool) -> None:
+    """Serve the workers of `configs` until SIGINT or SIGTERM; HTTP requests reach the first.
 
     Raises:
         PortInUse: somebody else listens there.
-        UsageError: there is no such address.
+        UsageError: there is no such address, or two workers have one name.
     """
+    if len({key_of(config) for config in configs}) < len(configs):
+        raise UsageError("two of the configurations have the same `name`; a worker is known by its name")
     sockets = _listen(ip, port)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, sockets, reload=reload))
+            runner.run(_serve(configs, sockets, reload=reload))
     finally:
         for each in sockets:
             each.close()
 
 
-async def _serve(config: Config, sockets: list[socket.socket], *, reload: bool) -> None:
+async def _serve(configs: Sequence[Config], sockets: list[socket.socket], *, reload: bool) -> None:
     host, port = _public_address(sockets)
     stop = asyncio.Event()
     server = _server()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, server, stop)
-    tokens = {TOKEN: config.account_id}
-    async with Node(config, tokens=tokens, show_tracebacks=True, say=_say, access_log=_log_access) as node:
-        watching = None
+    node = Node(
+        configs[0],
+        tokens={TOKEN: configs[0].account_id},
+        show_tracebacks=True,
+        say=_say,
+        access_log=_log_access,
+        local_triggers=True,
+    )
+    async with node:
+        workers = [_Worker(node, config) for config in configs]
+        watching = []
         if reload:  # from before the code is read, so that no save after that is missed
-            watching = asyncio.create_task(while_connected(_reload_on_save(node, config, stop), stop.wait()))
+            watching = [
+                asyncio.create_task(while_connected(each.reload_on_save(stop), stop.wait())) for each in workers
+            ]
         try:
-            await while_connected(_deploy(node, config), stop.wait())
+            for worker in workers:
+                node.use_ai(worker.config)
+                await while_connected(worker.deploy(), stop.wait())
             if stop.is_set():
                 return
             server.config.app = node.app
             serving = asyncio.create_task(server.serve(sockets))
             serving.add_done_callback(lambda _: stop.set())
-            _say_welcome(config, host, port, models=[model.id for model in node.catalogue.models()], reload=reload)
-            await stop.wait()
+            base = f"http://{host}:{port}"
+            with hot_keys(sys.stdin, _actions(node, base, lambda: _on_signal(server, stop))) as keys:
+                _say("\n".join([*missing_services(node, configs), *welcome(node, configs, base, TOKEN, reload), *keys]))
+                print(f"Ready on {base}", flush=True)
+                await stop.wait()
             await asyncio.wait({serving}, timeout=_SHUTDOWN_S)
             if not serving.done():
                 await node.close()  # so that answers that still run end with an error that says why
             await serving
         finally:
             stop.set()
-            if watching is not None:
-                await watching
+            for each in watching:
+                await each
 
 
-async def _deploy(node: Node, config: Config) -> bool:
-    """Bring up the code as it is on disk now; what is wrong with it is said and leaves the old code serving."""
-    try:
-        await node.deploy(await asyncio.to_thread(bundle_of, config))
-    except EdgeError as error:
-        meanwhile = "the version before it goes on serving" if node.isolates.pid is not None else "nothing is served"
-        details = getattr(error, "traceback", "")
-        _say(f"{_short(config.main)} could not be started: {error.message}; {meanwhile}.\n{details}".rstrip())
-        return False
-    return True
+def _actions(node: Node, base: str, end: Callable[[], None]) -> list[HotKey]:
+    running: set[asyncio.Task[Any]] = set()
+
+    def fire() -> None:
+        first = node.triggers.first()
+        if first is None:
+            _say("there is no cron; add one under [triggers]")
+            return
+        task = asyncio.create_task(node.triggers.run(*first, time.time_ns() // 1_000_000))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    return [
+        HotKey("t", "fire the first cron", fire),
+        HotKey("b", "open a browser", lambda: webbrowser.open(base)),
+        HotKey("c", "clear", lambda: print(_CLEAR, end="", flush=True)),
+        HotKey("x", "exit", end),
+        HotKey("q", "exit", end),
+    ]
 
 
-async def _reload_on_save(node: Node, config: Config, stop: asyncio.Event) -> None:
-    reloading = None
-    warned: set[str] = set()
-    if config.path is not None:
-        with suppress(ConfigError):  # it was right a moment ago; if it is not any more, the next save will say so
-            edge.config.load(config.path, config.path.parent, warned.add)
-    try:
-        async with aclosing(saves(config.main.parent, config.path, config.state_dir, stop)) as bursts:
-            async for _ in bursts:
-                await _end(reloading)
-                reloading = asyncio.create_task(_reload(node, config, warned))
-    except (OSError, RuntimeError) as error:  # as watchfiles raises them
-        _say(
-            f"error: files cannot be watched any more: {error}. Restart `edge dev` after changes; if the limit of "
-            "watches is reached, raise it: sysctl fs.inotify.max_user_watches=524288"
-        )
-    finally:
-        await _end(reloading, patience_s=0)
+class _Worker:
+    """A worker and the configuration that it has now."""
+
+    def __init__(self, node: Node, config: Config) -> None:
+        self.config = config
+        self._node = node
+        self._started_with = config
+        self._warned: set[str] = set()
+        """Warnings about the configuration file are said once."""
+
+    async def deploy(self, config: Config | None = None) -> bool:
+        """Bring up the code as it is on disk now; what is wrong with it is said and leaves the old code serving."""
+        config = config or self.config
+        try:
+            secrets = load_dev_vars(config.path) if config.path is not None else {}
+            await self._node.deploy(config, secrets=secrets, was=self.config)
+        except EdgeError as error:
+            serves = self._node.serves(self.config)
+            meanwhile = "the version before it goes on serving" if serves else "nothing is served"
+            details = getattr(error, "traceback", "")
+            _say(f"{short(config.main)} could not be started: {error.message}; {meanwhile}.\n{details}".rstrip())
+            return False
+        self.config = config
+        return True
+
+    async def reload_on_save(self, stop: asyncio.Event) -> None:
+        """Serve what is on disk after each save, until `stop` is set."""
+        config = self._started_with
+        reloading = None
+        if config.path is not None:
+            with suppress(ConfigError):  # it was right a moment ago; if it is not any more, the next save will say so
+                edge.config.load(config.path, config.path.parent, self._warned.add)
+        try:
+            async with aclosing(saves(config.main.parent, config.path, config.state_dir, stop)) as bursts:
+                async for _ in bursts:
+                    await _end(reloading)
+                    reloading = asyncio.create_task(self._reload())
+        except (OSError, RuntimeError) as error:  # as watchfiles raises them
+            _say(
+                f"error: files cannot be watched any more: {error}. Restart `edge dev` after changes; if the limit of "
+                "watches is reached, raise it: sysctl fs.inotify.max_user_watches=524288"
+            )
+        finally:
+            await _end(reloading, patience_s=0)
+
+    async def _reload(self) -> None:
+        """Serve the worker as it is on disk now, with what its configuration file says of it now."""
+        began = time.perf_counter()
+        before = self._started_with
+        config = loaded = before
+        if before.path is not None:
+            try:
+                # What the options said keeps its place over the file.
+                loaded = edge.config.load(before.path, before.path.parent, self._warn)
+                sandbox = replace(loaded.isolates, sandbox=before.isolates.sandbox)
+                loaded = replace(loaded, state_dir=before.state_dir, isolates=sandbox)
+                config = replace(loaded, account_id=before.account_id)
+            except ConfigError as error:
+                _say(f"error: {error.message}\nThe worker keeps running with the old configuration.")
+                return
+        self._node.use_ai(config)
+        if await self.deploy(config):
+            _say(f"Reloaded in {(time.perf_counter() - began) * 1000:.0f} ms")
+        if fixed := _only_at_start(before, loaded):
+            _say(f"Changes of {', '.join(fixed)} take effect when `edge dev` is started again")
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            _say(text)
 
 
 async def _end(reloading: asyncio.Task[None] | None, patience_s: float = _RELOAD_PATIENCE_S) -> None:
@@ -129,34 +211,6 @@ async def _end(reloading: asyncio.Task[None] | None, patience_s: float = _RELOAD
     (result,) = await asyncio.gather(reloading, return_exceptions=True)
     if isinstance(result, Exception):
         raise result
-
-
-async def _reload(node: Node, running: Config, warned: set[str]) -> None:
-    """Serve the worker as it is on disk now, with what its configuration file says of it now.
-
-    Warnings about that file are said once: `warned` has those that have been.
-    """
-
-    def warn(text: str) -> None:
-        if text not in warned:
-            warned.add(text)
-            _say(text)
-
-    started = time.perf_counter()
-    config = running
-    if running.path is not None:
-        try:
-            # What the options said keeps its place over the file.
-            loaded = edge.config.load(running.path, running.path.parent, warn)
-            config = replace(loaded, state_dir=running.state_dir)
-        except ConfigError as error:
-            _say(f"error: {error.message}\nThe worker keeps running with the old configuration.")
-            return
-    node.use_ai(config)
-    if await _deploy(node, config):
-        _say(f"Reloaded in {(time.perf_counter() - started) * 1000:.0f} ms")
-    if fixed := _only_at_start(running, config):
-        _say(f"Changes of {', '.join(fixed)} take effect when `edge dev` is started again")
 
 
 def _only_at_start(running: Config, config: Config) -> list[str]:
@@ -190,7 +244,8 @@ def _server() -> _Server:
             server_header=False,
             date_header=True,
             http=LimitedHttp,
-            ws="none",
+            ws="websockets-sansio",
+            ws_max_size=MAX_MESSAGE_BYTES,
             # After the node has closed, only answers that nobody reads are left.
             timeout_graceful_shutdown=_SHUTDOWN_S + 1,
         )
@@ -268,27 +323,3 @@ def _log_access(access: Access) -> None:
     line = f"{access.method} {access.path} {outcome}{cut} ({access.elapsed_ms:.0f} ms){problem}"
     # What clients sent must not move the cursor of the terminal, or look like a line of its own.
     _say("".join(each if each.isprintable() else "�" for each in line))
-
-
-def _say_welcome(config: Config, host: str, port: int, *, models: list[str], reload: bool) -> None:
-    base = f"http://{host}:{port}"
-    binding = f"env.{config.ai.binding}" if config.ai is not None else "none ([ai] is not in the configuration)"
-    lines = [
-        f"Worker    {config.name}  ({_short(config.main)}{', reloads on save' if reload else ''})",
-        f"AI        {binding}",
-        f"Models    {', '.join(models) or f'none; the small default model: edge models add {DEFAULT_SPEC}'}",
-        f"REST      {base}/client/v4/accounts/{config.account_id}/ai/run/MODEL",
-        f"OpenAI    {base}/client/v4/accounts/{config.account_id}/ai/v1",
-        f"Account   {config.account_id}    Token {TOKEN}",
-    ]
-    for name in sorted(config.vars):
-        lines.append(f"Variable  env.{name}")
-    _say("\n".join(lines))
-    print(f"Ready on {base}", flush=True)
-
-
-def _short(path: Path) -> str:
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

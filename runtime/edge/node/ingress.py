@@ -7,52 +7,60 @@ nothing about models, tokens or money.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Callable
 
 from starlette.types import Message, Receive, Scope, Send
 
 from edge.billing.meter import new_id
-from edge.errors import EdgeError, HandlerFailed
-from edge.isolates.base import InboundRequest, OutboundResponse
+from edge.errors import EdgeError, HandlerFailed, UnknownWorker
+from edge.isolates.base import InboundRequest, OutboundResponse, WorkerKey
 from edge.isolates.dispatch import Isolates
 from edge.node import pages
 from edge.node.connection import while_connected
+from edge.node.translation import cf_of, checked_headers, client_ip, text_headers, url_of
+from edge.node.websocket import ClientSocket
 
-_HEADER_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+\Z")
-_HEADER_VALUE = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*\Z")
-_HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding"})
 _BODILESS = frozenset({204, 205, 304})
 
 
 class Ingress:
-    """ASGI app of one worker.
+    """ASGI app of the workers: `route` says whose request it is, None if nobody's.
 
     With `show_tracebacks` (in `edge dev`) an exception of the handler is answered with its traceback; otherwise
     with an id under which the traceback is in the node's log.
     """
 
-    def __init__(self, isolates: Isolates, *, show_tracebacks: bool, error_log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        isolates: Isolates,
+        route: Callable[[Scope], WorkerKey | None],
+        *,
+        show_tracebacks: bool,
+        error_log: Callable[[str], None],
+    ) -> None:
         self._isolates = isolates
+        self._route = route
         self._show_tracebacks = show_tracebacks
         self._error_log = error_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one HTTP request; WebSockets are refused."""
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1003, "reason": "WebSockets are not supported yet"})
+        """Serve one HTTP request or WebSocket."""
+        if scope["type"] == "websocket":
+            client = ClientSocket(scope, receive, send)
+            await client.connected()
+            await self._serve_websocket(client)
             return
         exchange = _Exchange(scope, receive, send)
         await while_connected(self._answer(exchange), exchange.client_gone())
 
     async def _answer(self, exchange: _Exchange) -> None:
         try:
-            response = await self._isolates.fetch(exchange.request())
+            response = await self._isolates.fetch(self._worker_of(exchange.scope), exchange.request())
         except EdgeError as error:
             await exchange.send_page(*self._error_page(error, exchange))
             return
         try:
-            headers = _checked_headers(response)
+            headers = checked_headers(response.status, response.headers)
         except HandlerFailed as error:
             await _close(response)
             await exchange.send_page(*self._error_page(error, exchange))
@@ -65,7 +73,39 @@ class Ingress:
         finally:
             await _close(response)
 
-    def _error_page(self, error: EdgeError, exchange: _Exchange) -> tuple[int, str, bytes, dict[str, str]]:
+    async def _serve_websocket(self, client: ClientSocket) -> None:
+        is_open = False
+        response: OutboundResponse | None = None
+        try:
+            response = await self._isolates.fetch(self._worker_of(client.scope), client.request())
+            if response.status == 101:
+                await client.accept(response)
+                is_open = True
+                await client.relay(response)
+            else:
+                await client.deny(response, checked_headers(response.status, response.headers))
+        except OSError:
+            return  # the client has gone
+        except EdgeError as error:
+            if is_open:
+                self._error_log(f"{client.describe()} was cut short: {error.message}")
+            else:
+                status, content_type, body, headers = self._error_page(error, client)
+                pairs = {"content-type": content_type, **headers}.items()
+                await client.deny_with(status, [(name.encode(), value.encode()) for name, value in pairs], body)
+        finally:
+            if response is not None:
+                await _close(response)
+
+    def _worker_of(self, scope: Scope) -> WorkerKey:
+        key = self._route(scope)
+        if key is None:
+            raise UnknownWorker("no worker is served under this address")
+        return key
+
+    def _error_page(
+        self, error: EdgeError, exchange: _Exchange | ClientSocket
+    ) -> tuple[int, str, bytes, dict[str, str]]:
         """Status, content type, body and headers of the answer to a request that failed."""
         error_id = new_id()
         self._error_log(f"{exchange.describe()} failed (id {error_id}): {_with_traceback(error)}")
@@ -84,10 +124,10 @@ class _Exchange:
     """One HTTP request and its response over ASGI."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._scope = scope
+        self.scope = scope
         self._receive = receive
         self._send = send
-        self._headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        self._headers = text_headers(scope)
         self._has_body = self.header("content-length") not in ("", "0") or self.header("transfer-encoding") != ""
         self._body_read = asyncio.Event()
         self._gone = asyncio.Event()
@@ -98,24 +138,17 @@ class _Exchange:
 
     def describe(self) -> str:
         """Method and path, for messages."""
-        return f"{self._scope['method']} {self._scope['path']}"
+        return f"{self.scope['method']} {self.scope['path']}"
 
     def request(self) -> InboundRequest:
         """The request as the isolates take it."""
-        client = self._scope.get("client") or ("", 0)
         return InboundRequest(
-            method=self._scope["method"],
-            url=self._url(),
-            headers=[*self._headers, ("cf-connecting-ip", client[0])],
+            method=self.scope["method"],
+            url=url_of(self.scope, self.header("host")),
+            headers=[*self._headers, ("cf-connecting-ip", client_ip(self.scope))],
             body=self._body() if self._has_body else None,
-            cf={"httpProtocol": f"HTTP/{self._scope.get('http_version', '1.1')}", "colo": "DEV", "country": "XX"},
+            cf=cf_of(self.scope),
         )
-
-    def _url(self) -> str:
-        host = self.header("host") or "localhost"
-        path = self._scope.get("raw_path", self._scope["path"].encode()).decode("latin-1").partition("?")[0]
-        query = self._scope["query_string"].decode("latin-1")
-        return f"{self._scope['scheme']}://{host}{path}" + (f"?{query}" if query else "")
 
     async def _body(self) -> AsyncIterator[bytes]:
         while not self._body_read.is_set():
@@ -149,7 +182,7 @@ class _Exchange:
         if response.body is None and response.status not in _BODILESS:
             headers = [*(pair for pair in headers if pair[0] != b"content-length"), (b"content-length", b"0")]
         await self._send_head(response.status, headers)
-        if response.body is not None and self._scope["method"] != "HEAD" and response.status not in _BODILESS:
+        if response.body is not None and self.scope["method"] != "HEAD" and response.status not in _BODILESS:
             async for chunk in response.body:
                 await self._send(_body_message(chunk, more=True))
         await self._send(_body_message(b"", more=False))
@@ -158,7 +191,7 @@ class _Exchange:
         """Send a complete response of our own."""
         pairs = {"content-type": content_type, "content-length": str(len(body)), **headers}
         await self._send_head(status, [(name.encode(), value.encode()) for name, value in pairs.items()])
-        await self._send(_body_message(b"" if self._scope["method"] == "HEAD" else body, more=False))
+        await self._send(_body_message(b"" if self.scope["method"] == "HEAD" else body, more=False))
 
     async def _send_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
@@ -166,24 +199,6 @@ class _Exchange:
 
 def _body_message(body: bytes, *, more: bool) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
-
-
-def _checked_headers(response: OutboundResponse) -> list[tuple[bytes, bytes]]:
-    """The headers of `response`, fit for the socket.
-
-    Raises:
-        HandlerFailed: the status is no status, or a header could break out of its line.
-    """
-    if not 200 <= response.status <= 599:
-        raise HandlerFailed(f"the worker answered with status {response.status}; it must be between 200 and 599")
-    headers = []
-    for name, value in response.headers:
-        raw_name, raw_value = name.lower().encode("latin-1", "replace"), value.encode("latin-1", "replace")
-        if not _HEADER_NAME.match(raw_name) or not _HEADER_VALUE.match(raw_value):
-            raise HandlerFailed(f"the worker set a header that is not valid in HTTP: {name!r}: {value!r}")
-        if raw_name not in _HOP_BY_HOP:
-            headers.append((raw_name, raw_value))
-    return headers
 
 
 async def _close(response: OutboundResponse) -> None:

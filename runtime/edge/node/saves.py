@@ -1,4 +1,4 @@
-"""Notices saves: of any file below a worker's root, and of its configuration file.
+"""Notices saves: of any file below a worker's root, of its configuration file and of what stands beside that.
 
 Many editors save by renaming a new file over the old one. A watch on the file itself would go with the old one after
 a single save, so it is the file's folder that is watched.
@@ -15,6 +15,8 @@ import watchfiles
 
 from edge.node.bundle import SKIPPED_FOLDERS
 
+BESIDE_CONFIG = ("pyproject.toml", "requirements.txt", "pylock.toml", "uv.lock", ".dev.vars", ".env")
+"""Files that say what a worker depends on, and its secrets; of the last two also those with one more ending."""
 DEBOUNCE_MS = 50
 STEP_MS = 20
 
@@ -32,8 +34,8 @@ async def saves(
     saved = asyncio.Event()
     watchers = [asyncio.create_task(_watch(root, _Sources(root, state_dir), saved, stop))]
     if config_file is not None and not config_file.is_relative_to(root):
-        only_it = _Only(config_file)
-        watchers.append(asyncio.create_task(_watch(config_file.parent, only_it, saved, stop, recursive=False)))
+        beside = _Beside(config_file)
+        watchers.append(asyncio.create_task(_watch(config_file.parent, beside, saved, stop, recursive=False)))
     try:
         while True:
             await saved.wait()
@@ -85,12 +87,13 @@ class _Sources(watchfiles.DefaultFilter):
         return not path.startswith(self._state_dir) and super().__call__(change, path.removeprefix(self._root))
 
 
-class _Only(watchfiles.BaseFilter):
-    """One file."""
+class _Beside(watchfiles.BaseFilter):
+    """The configuration file, and files beside it that belong to it."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, config_file: Path) -> None:
         super().__init__()
-        self._file = str(file)
+        self._name = config_file.name
 
     def __call__(self, change: watchfiles.Change, path: str) -> bool:
-        return path == self._file
+        name = os.path.basename(path)
+        return name == self._name or name in BESIDE_CONFIG or name.startswith((".dev.vars.", ".env."))

@@ -1,0 +1,317 @@
+"""Static assets: the files of a folder, served before a worker is asked and through `env.ASSETS.fetch`.
+
+Which file a path stands for follows Cloudflare's `html_handling` and `not_found_handling`. Files are looked up when
+they are asked for. Nothing outside of the folder is served, neither by `..` nor by links, and nothing whose name begins
+with a dot, except `.well-known`; it does not protect against somebody who can write to the folder.
+
+Calls of the binding: `fetch` with method, URL and header pairs; the answer is the response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mimetypes
+import os
+import re
+import stat
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+from urllib.parse import quote, unquote_to_bytes, urlsplit
+
+import msgspec
+
+from edge.config import AssetsConfig
+from edge.errors import InvalidInput
+from edge.isolates.base import Binding, Bundle, StreamAnswer, WorkerKey
+
+PIECE_BYTES = 256 << 10
+_HIDDEN = frozenset({"_headers", "_redirects", "_worker.js"})
+_OWN_TYPES = {
+    ".avif": "image/avif",
+    ".js": "text/javascript",
+    ".json": "application/json",
+    ".map": "application/json",
+    ".md": "text/markdown",
+    ".mjs": "text/javascript",
+    ".wasm": "application/wasm",
+    ".webmanifest": "application/manifest+json",
+    ".webp": "image/webp",
+    ".woff": "font/woff",
+    ".woff2": "font/woff2",
+}
+_TYPES = mimetypes.MimeTypes()  # of Python's own table: what the machine's files say differs from machine to machine
+_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})\Z")
+
+
+class Asset(NamedTuple):
+    """What a path stands for: a file, or where it is to be found."""
+
+    file: str = ""
+    """Path below the folder, led by a slash."""
+    redirect: str = ""
+    status: int = 200
+
+
+class Site:
+    """The assets of one worker."""
+
+    def __init__(self, config: AssetsConfig) -> None:
+        self._config = config
+        self._root = os.path.realpath(config.directory)
+        patterns = config.run_worker_first if isinstance(config.run_worker_first, list) else []
+        self._worker_first = [_pattern(each) for each in patterns if not each.startswith("!")]
+        self._assets_first = [_pattern(each[1:]) for each in patterns if each.startswith("!")]
+
+    def asset_before_worker(self, path: str, is_navigation: bool) -> Asset | None:
+        """What is served for the decoded `path` without asking the worker; None: the worker is asked.
+
+        Args:
+            is_navigation: whether a browser goes to a page: pages that are not found are then the assets' affair.
+        """
+        if self._config.run_worker_first is True:
+            return None
+        if any(pattern.match(path) for pattern in self._assets_first):
+            return self.asset(path)
+        if any(pattern.match(path) for pattern in self._worker_first):
+            return None
+        return self.asset(path) if is_navigation else self._found(path)
+
+    def asset(self, path: str) -> Asset | None:
+        """What the decoded `path` stands for, `not_found_handling` included."""
+        return self._found(path) or self._not_found(path)
+
+    def respond(
+        self, asset: Asset | None, method: str, headers: Sequence[tuple[str, str]], query: str = ""
+    ) -> StreamAnswer:
+        """The response with `asset`, or one that says that there is none. Names of `headers` are in lower case."""
+        if asset is None:
+            return _text(404, "Not Found")
+        if method not in ("GET", "HEAD"):
+            return _text(405, "Method Not Allowed", [("allow", "GET, HEAD")])
+        if asset.redirect:
+            location = quote(asset.redirect, safe="/") + (f"?{query}" if query else "")
+            return _text(307, "", [("location", location)])
+        return self._open(asset, method, dict(headers))
+
+    # -- which file ----------------------------------------------------------------------------------------
+
+    def _found(self, path: str) -> Asset | None:
+        match self._config.html_handling:
+            case "auto-trailing-slash":
+                return self._auto(path)
+            case "force-trailing-slash":
+                return self._one_form(path, with_slash=True)
+            case "drop-trailing-slash":
+                return self._one_form(path, with_slash=False)
+            case _:
+                return self._exact(path)
+
+    def _auto(self, path: str) -> Asset | None:
+        """A page of a folder has a slash at its end, any other page has none."""
+        if path.endswith("/"):
+            found = self._exact(f"{path}index.html")
+        elif path.endswith(".html"):
+            found = None
+        elif path.endswith("/index"):
+            found = self._exact(path)
+        else:
+            found = self._exact(path) or self._exact(f"{path}.html")
+        return found or self._auto_redirect(path) or self._exact(path) or self._exact(f"{path}.html")
+
+    def _auto_redirect(self, path: str) -> Asset | None:
+        for stem in _stems(path):
+            if self._exact(f"{stem}/index.html") and path != f"{stem}/":
+                return Asset(redirect=f"{stem}/")
+            if self._exact(f"{stem}.html") and path != stem and not self._exact(stem):
+                return Asset(redirect=stem)
+        return None
+
+    def _one_form(self, path: str, *, with_slash: bool) -> Asset | None:
+        """All pages have a slash at their ends, or none has."""
+        exact = self._exact(path)
+        if exact is not None and not path.endswith(".html"):
+            return exact
+        for stem in _stems(path):
+            files = (f"{stem}/index.html", f"{stem}.html") if with_slash else (f"{stem}.html", f"{stem}/index.html")
+            page = self._exact(files[0]) or self._exact(files[1])
+            if page is not None and exact in (None, page):
+                better = f"{stem}/" if with_slash or not stem else stem
+                return page if path == better else Asset(redirect=better)
+        return exact
+
+    def _exact(self, path: str) -> Asset | None:
+        return Asset(path) if self._real_path(path) else None
+
+    def _not_found(self, path: str) -> Asset | None:
+        match self._config.not_found_handling:
+            case "single-page-application":
+                return self._exact("/index.html")
+            case "404-page":
+                folder = path
+                while folder:
+                    folder = folder.rpartition("/")[0]
+                    if found := self._exact(f"{folder}/404.html"):
+                        return found._replace(status=404)
+        return None
+
+    def _real_path(self, path: str) -> str:
+        """The file of `path`; empty if there is none that may be served."""
+        parts = path.split("/")
+        if parts[0] or len(parts) < 2 or not all(_is_public(part) for part in parts[1:]) or parts[-1] in _HIDDEN:
+            return ""
+        real = os.path.realpath(os.path.join(self._root, *parts[1:]))
+        is_inside = real.startswith(self._root.rstrip("/") + "/")
+        return real if is_inside and os.path.isfile(real) else ""
+
+    # -- its content ---------------------------------------------------------------------------------------
+
+    def _open(self, asset: Asset, method: str, request: dict[str, str]) -> StreamAnswer:
+        try:
+            # Neither a link nor a pipe that was put there a moment ago.
+            fd = os.open(self._real_path(asset.file), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:  # it has just been removed, or may not be read
+            return _text(404, "Not Found")
+        file = os.fdopen(fd, "rb")
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            file.close()
+            return _text(404, "Not Found")
+        etag = f'"{found.st_mtime_ns:x}-{found.st_size:x}"'
+        headers = [
+            ("etag", etag),
+            ("cache-control", "public, max-age=0, must-revalidate"),
+            ("content-type", _content_type(asset.file)),
+            ("accept-ranges", "bytes"),
+            ("x-content-type-options", "nosniff"),
+        ]
+        if asset.status == 200 and _lists(request.get("if-none-match", ""), etag):
+            file.close()
+            return StreamAnswer(304, headers[:2], _Piece(b""))
+        status, start, end = asset.status, 0, found.st_size
+        if status == 200 and (bounds := _bounds(request, etag, end)):
+            status, (start, end) = 206, bounds
+            headers.append(("content-range", f"bytes {start}-{end - 1}/{found.st_size}"))
+        headers.append(("content-length", str(end - start)))
+        if method == "HEAD":
+            file.close()
+            return StreamAnswer(status, headers, _Piece(b""))
+        file.seek(start)
+        return StreamAnswer(status, headers, _Content(file, end - start))
+
+
+class Assets:
+    """The ASSETS bindings of all workers of a node; `sites` is by worker."""
+
+    def __init__(self) -> None:
+        self.sites: dict[WorkerKey, Site] = {}
+
+    async def call(
+        self, caller: Bundle, binding: Binding, method: str, args: list[Any], body: AsyncIterator[bytes] | None
+    ) -> StreamAnswer:
+        """`fetch` of the binding; see above."""
+        if method != "fetch":
+            raise InvalidInput(f"an assets binding has no method {method[:40]!r}; it has fetch(method, url, headers)")
+        try:
+            http_method, url, headers = msgspec.convert(args, tuple[str, str, list[tuple[str, str]]])
+            parts = urlsplit(url)
+            path = decoded_path(parts.path)
+        except ValueError as error:  # ValidationError is one
+            raise InvalidInput(f"the arguments of fetch(method, url, headers) are not right: {error}") from error
+        site = self.sites[caller.key]
+        headers = [(name.lower(), value) for name, value in headers]
+        return site.respond(site.asset(path), http_method.upper(), headers, parts.query)
+
+    async def close(self) -> None:
+        """Files are closed by those who read them."""
+
+
+def decoded_path(path: str) -> str:
+    """The path of a URL with `%xx` resolved; what is no UTF-8 becomes something that is no file."""
+    return unquote_to_bytes(path or "/").decode(errors="replace")
+
+
+def _stems(path: str) -> list[str]:
+    """`path`, and what is left of it without an ending that names of pages can have: `/a` for `/a/index.html`."""
+    endings = ("/index.html", "/index", ".html", "/", "")
+    return [path.removesuffix(ending) for ending in endings if path.endswith(ending)]
+
+
+def _is_public(name: str) -> bool:
+    return bool(name) and (not name.startswith(".") or name == ".well-known") and not set(name) & {"\0", "\\", "�"}
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    return re.compile(".*".join(map(re.escape, text.split("*"))) + r"\Z", re.DOTALL)
+
+
+def _content_type(file: str) -> str:
+    suffix = Path(file).suffix.lower()
+    kind = _OWN_TYPES.get(suffix) or _TYPES.guess_type(f"x{suffix}")[0] or "application/octet-stream"
+    is_text = kind.startswith("text/") or kind in ("application/json", "application/xml", "image/svg+xml")
+    return f"{kind}; charset=utf-8" if is_text else kind
+
+
+def _lists(header: str, etag: str) -> bool:
+    return header.strip() == "*" or etag in (each.strip().removeprefix("W/") for each in header.split(","))
+
+
+def _bounds(request: dict[str, str], etag: str, size: int) -> tuple[int, int] | None:
+    """Start and end of the one range that is asked for; None: send everything, which is always allowed."""
+    match = _RANGE.match(request.get("range", "").strip())
+    if match is None or request.get("if-range", etag) != etag:
+        return None
+    first, last = match[1], match[2]
+    if first:
+        start, end = int(first), min(size, int(last) + 1) if last else size
+    elif last:
+        start, end = max(0, size - int(last)), size
+    else:
+        return None
+    return (start, end) if start < end else None
+
+
+def _text(status: int, text: str, headers: Sequence[tuple[str, str]] = ()) -> StreamAnswer:
+    body = text.encode()
+    own = [("content-type", "text/plain; charset=utf-8"), ("content-length", str(len(body)))]
+    return StreamAnswer(status, [*own, *headers], _Piece(body))
+
+
+class _Piece:
+    """A body in one piece."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __aiter__(self) -> _Piece:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if not self._data:
+            raise StopAsyncIteration
+        data, self._data = self._data, b""
+        return data
+
+
+class _Content:
+    """A body from a file, which is closed at its end, or by `aclose`."""
+
+    def __init__(self, file: BinaryIO, num_bytes: int) -> None:
+        self._file = file
+        self._num_left = num_bytes
+
+    def __aiter__(self) -> _Content:
+        return self
+
+    async def __anext__(self) -> bytes:
+        data = await asyncio.to_thread(self._file.read, min(PIECE_BYTES, self._num_left)) if self._num_left else b""
+        if not data:
+            self._file.close()
+            if self._num_left:  # it has become shorter: the length that was promised cannot be kept
+                raise ConnectionResetError("the file has become shorter while it was sent")
+            raise StopAsyncIteration
+        self._num_left -= len(data)
+        return data
+
+    async def aclose(self) -> None:
+        self._file.close()

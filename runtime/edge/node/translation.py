@@ -1,0 +1,59 @@
+"""ASGI's scopes as requests of the isolates, and their responses as ASGI's headers.
+
+Nothing that an isolate says is trusted: status and headers are checked before they reach a socket.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from starlette.types import Scope
+
+from edge.errors import HandlerFailed
+
+_HEADER_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+\Z")
+_HEADER_VALUE = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*\Z")
+_HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding"})
+
+
+def text_headers(scope: Scope) -> list[tuple[str, str]]:
+    """The request's headers as text."""
+    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+
+
+def url_of(scope: Scope, host: str) -> str:
+    """The request's URL as the client wrote it; that of a WebSocket has the scheme `http` or `https`, as in Fetch."""
+    path = scope.get("raw_path", scope["path"].encode()).decode("latin-1").partition("?")[0]
+    query = scope["query_string"].decode("latin-1")
+    scheme = scope["scheme"].replace("ws", "http")
+    return f"{scheme}://{host or 'localhost'}{path}" + (f"?{query}" if query else "")
+
+
+def cf_of(scope: Scope) -> dict[str, Any]:
+    """What `request.cf` says."""
+    return {"httpProtocol": f"HTTP/{scope.get('http_version', '1.1')}", "colo": "DEV", "country": "XX"}
+
+
+def client_ip(scope: Scope) -> str:
+    """The client's address; empty if it has none, on a Unix socket."""
+    client = scope.get("client")
+    return client[0] if client else ""
+
+
+def checked_headers(status: int, headers: list[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
+    """The headers of a response, fit for the socket.
+
+    Raises:
+        HandlerFailed: the status is no status, or a header could break out of its line.
+    """
+    if not 200 <= status <= 599:
+        raise HandlerFailed(f"the worker answered with status {status}; it must be between 200 and 599")
+    checked = []
+    for name, value in headers:
+        raw_name, raw_value = name.lower().encode("latin-1", "replace"), value.encode("latin-1", "replace")
+        if not _HEADER_NAME.match(raw_name) or not _HEADER_VALUE.match(raw_value):
+            raise HandlerFailed(f"the worker set a header that is not valid in HTTP: {name!r}: {value!r}")
+        if raw_name not in _HOP_BY_HOP:
+            checked.append((raw_name, raw_value))
+    return checked

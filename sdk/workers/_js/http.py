@@ -1,0 +1,19 @@
+"""What `pyodide.http` gives a handler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workers._fetch import fetch
+from workers.response import HttpStatusError, Response
+
+__all__ = ["BodyUsedError", "FetchResponse", "HttpStatusError", "pyfetch"]
+
+FetchResponse = Response
+BodyUsedError = OSError
+"""What reading a body twice raises."""
+
+
+async def pyfetch(url: str, **options: Any) -> Response:
+    """`fetch(url, **options)`. Raises as `workers.fetch`."""
+    return await fetch(url, **options)
