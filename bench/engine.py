@@ -24,6 +24,7 @@ from bench.peers.export import export
 from bench.product import Node, node
 from bench.prompts import Prompt, PromptMaker
 from bench.report import Row, Target, compared, measured, missing
+from bench.settings import Settings
 from edge.engine import kernels as native
 from edge.engine.kernels import KernelsUnavailable
 from edge.weights.manifest import DEFAULT_NAME, DEFAULT_SPEC
@@ -33,25 +34,10 @@ LARGER_NAME = "qwen2.5-coder-1.5b"
 KV_TOKENS = 2000
 KV_FORMATS = ("bfloat16", "int8", "int4")
 MAX_PEER_TOKENS = 1024
+FAR_BEHIND_RATIO = 3.0
+"""A peer this far behind takes no part in later rows either, unless a target names it."""
 HOPELESS_RATIO = 1.6
 """A peer this far behind the best one in a round takes no part in the next ones: it would take most of the time."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is to be measured."""
-
-    state_dir: Path
-    """Where the models are; the peers go into its folder `bench`."""
-    peers: bool
-    quick: bool
-    sections: tuple[str, ...]
-    """Names of `SECTIONS`."""
-
-    @property
-    def num_repetitions(self) -> int:
-        """Measured runs of each kind; there is one more before, which does not count."""
-        return 1 if self.quick else 5
 
 
 @dataclass(frozen=True)
@@ -145,6 +131,8 @@ class Bench:
             native.load(self.kernels)  # or the first node would begin on torch's operators
         self.peers: dict[str, RunningPeer | str] = {}
         """Each peer, or why it is not there."""
+        self.far_behind: set[str] = set()
+        """Peers that later rows do without."""
         self._stack = stack
         self._node: Node | None = None
 
@@ -248,7 +236,7 @@ def against_peers(section: str, bench: Bench) -> list[Row]:
 
 def _race(bench: Bench, workload: Workload) -> _Race:
     race = _Race()
-    names = list(bench.peers)
+    names = [name for name in bench.peers if name in workload.targets or name not in bench.far_behind]
     for round in range(1 + bench.settings.num_repetitions):
         prompts = bench.prompts.prompts(workload.num_clients, workload.num_inputs)
         batches = {"edge": bench.run_product(prompts, workload.num_outputs)}
@@ -256,24 +244,26 @@ def _race(bench: Bench, workload: Workload) -> _Race:
         figures = {name: workload.figure(batch) for name, batch in batches.items() if batch}
         log(f"  {workload.metric}: " + ", ".join(f"{name} {figure:.4g}" for name, figure in figures.items()))
         if round == 0:  # compilers and memory warm up
+            names = _contenders(workload, figures, 2 * FAR_BEHIND_RATIO)
             continue
         race.loads.append(os.getloadavg()[0])
         for name, figure in figures.items():
             race.figures.setdefault(name, []).append(figure)
-        names = _contenders(workload, figures)
+        names = _contenders(workload, figures, HOPELESS_RATIO)
+        near = _contenders(workload, figures, FAR_BEHIND_RATIO)
+        bench.far_behind |= {name for name in figures if name != "edge" and name not in near}
+    bench.far_behind |= {name for name in bench.peers if name not in race.figures}
     return race
 
 
-def _contenders(workload: Workload, figures: dict[str, float]) -> list[str]:
-    """The peers that are worth another round: named by a target, or not far behind the best peer."""
+def _contenders(workload: Workload, figures: dict[str, float], limit: float) -> list[str]:
+    """The peers that are worth another round: named by a target, or within `limit` of the best peer."""
     peers = {name: figure for name, figure in figures.items() if name != "edge"}
     if not peers:
         return []
     best = min(peers.values()) if workload.is_less_better else max(peers.values())
     return [
-        name
-        for name, figure in peers.items()
-        if name in workload.targets or max(figure / best, best / figure) < HOPELESS_RATIO
+        name for name, figure in peers.items() if name in workload.targets or max(figure / best, best / figure) < limit
     ]
 
 
@@ -288,9 +278,13 @@ def _rows(bench: Bench, workload: Workload, race: _Race) -> list[Row]:
         if name in there:
             rows.append(_row(workload, race, name, target, "best peer; " if name == best else ""))
         else:
-            why = bench.peers.get(name or "", "no peer was measured: ask for them with --peers")
-            rows.append(_without_peer(workload, race, name or "best peer", target, str(why)))
+            rows.append(_without_peer(workload, race, name or "best peer", target, _why_absent(bench, name)))
     return rows
+
+
+def _why_absent(bench: Bench, name: str | None) -> str:
+    peer = bench.peers.get(name or "", "no peer was measured: ask for them with --peers")
+    return peer if isinstance(peer, str) else f"over {FAR_BEHIND_RATIO:g} times behind the best peer"
 
 
 def _row(workload: Workload, race: _Race, name: str, target: Target | None, remark: str) -> Row:
@@ -338,28 +332,37 @@ def prefix_hits(bench: Bench) -> list[Row]:
 
 
 NUM_STREAMS = 16
-ARRIVAL_S = 2.0
+ARRIVAL_S = 4.0
+STREAM_TOKENS = (600, 1200, 2400)
+"""Tokens of the streams: the fewest with which they outlast the reading of the long prompt."""
 
 
 def arrival(bench: Bench) -> list[Row]:
     """What a long prompt that arrives does to those who are getting tokens."""
     metric = f"p99 inter-token time of {NUM_STREAMS} streams while a 4,000-token prompt arrives, to p99 without"
     target = Target("<=", 1.5, "x")
-    found = [_arrival(bench) for _ in range(1 + bench.settings.num_repetitions)][1:]
+    enough = next((number for number in STREAM_TOKENS if _arrival(bench, number) is not None), STREAM_TOKENS[-1])
+    found = [each for _ in range(bench.settings.num_repetitions) if (each := _arrival(bench, enough)) is not None]
+    if not found:
+        return [
+            missing(metric, "x", "the long prompt was not read while all streams were getting tokens", target=target)
+        ]
     without, during, waits = (statistics.median(column) for column in zip(*found, strict=True))
     note = f"p99 {during:.1f} ms against {without:.1f} ms; the long prompt waited {waits:.0f} ms for its first token"
     return [measured(metric, during / without, "x", target=target, note=note)]
 
 
-def _arrival(bench: Bench) -> tuple[float, float, float]:
-    """p99 in ms without and with it, and the time to its first token in ms."""
+def _arrival(bench: Bench, num_outputs: int) -> tuple[float, float, float] | None:
+    """p99 in ms without and with it, and the time to its first token in ms; None if the streams ended before that."""
     streams, [long] = bench.prompts.prompts(NUM_STREAMS, 64), bench.prompts.prompts(1, 4000)
-    answers = bench.node.complete([*streams, long], [600] * NUM_STREAMS + [4], [0.0] * NUM_STREAMS + [ARRIVAL_S])
+    answers = bench.node.complete(
+        [*streams, long], [num_outputs] * NUM_STREAMS + [4], [0.0] * NUM_STREAMS + [ARRIVAL_S]
+    )
     late = answers.pop()
     begins, ends = max(answer.pieces[0][0] for answer in answers), min(answer.pieces[-1][0] for answer in answers)
     arrived, started = late.sent_s, late.pieces[0][0]
     if not begins < arrived < started <= ends:
-        raise RuntimeError("the long prompt did not arrive while all streams were getting tokens")
+        return None
     return _p99_ms(answers, begins, arrived), _p99_ms(answers, arrived, started), 1000 * late.first_s
 
 
