@@ -6,6 +6,7 @@ at work is stopped or idle. Every prompt is new, so that nobody's prefix cache h
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
 import statistics
@@ -353,7 +354,10 @@ def arrival(bench: Bench) -> list[Row]:
 
 
 def _arrival(bench: Bench, num_outputs: int) -> tuple[float, float, float] | None:
-    """p99 in ms without and with it, and the time to its first token in ms; None if the streams ended before that."""
+    """p99 in ms without and with it, and the time to its first token in ms; None if the streams ended before that.
+
+    Without it: of the same tokens of other streams as long as these, since tokens cost more the later they come.
+    """
     streams, [long] = bench.prompts.prompts(NUM_STREAMS, 64), bench.prompts.prompts(1, 4000)
     answers = bench.node.complete(
         [*streams, long], [num_outputs] * NUM_STREAMS + [4], [0.0] * NUM_STREAMS + [ARRIVAL_S]
@@ -363,17 +367,28 @@ def _arrival(bench: Bench, num_outputs: int) -> tuple[float, float, float] | Non
     arrived, started = late.sent_s, late.pieces[0][0]
     if not begins < arrived < started <= ends:
         return None
-    return _p99_ms(answers, begins, arrived), _p99_ms(answers, arrived, started), 1000 * late.first_s
+    undisturbed = bench.node.complete(bench.prompts.prompts(NUM_STREAMS, 64), num_outputs)
+    places = [_places(answer, arrived, started) for answer in answers]
+    same = range(min(each.start for each in places), max(each.stop for each in places))
+    without = [gap for answer in undisturbed for gap in _gaps_ms(answer, same)]
+    during = [gap for answer, each in zip(answers, places, strict=True) for gap in _gaps_ms(answer, each)]
+    return _p99(without), _p99(during), 1000 * late.first_s
 
 
-def _p99_ms(answers: list[Answer], begin_s: float, end_s: float) -> float:
-    gaps = [
-        1000 * (later - earlier)
-        for answer in answers
-        for (earlier, _), (later, _) in zip(answer.pieces, answer.pieces[1:], strict=False)
-        if begin_s <= later <= end_s
-    ]
-    return statistics.quantiles(gaps, n=100)[98]
+def _places(answer: Answer, begin_s: float, end_s: float) -> range:
+    """Which of the answer's pieces came between the two times."""
+    times = [time_s for time_s, _ in answer.pieces]
+    return range(max(1, bisect.bisect_left(times, begin_s)), bisect.bisect_right(times, end_s))
+
+
+def _gaps_ms(answer: Answer, places: range) -> list[float]:
+    """Times between each of these pieces and the one before it."""
+    times = [1000 * time_s for time_s, _ in answer.pieces]
+    return [times[place] - times[place - 1] for place in places if place < len(times)]
+
+
+def _p99(values: list[float]) -> float:
+    return statistics.quantiles(values, n=100)[98]
 
 
 def kv_formats(bench: Bench) -> list[Row]:
