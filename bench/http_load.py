@@ -7,6 +7,7 @@ responses that have a length and always the same one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import socket
@@ -123,20 +124,27 @@ def drive(load: Load) -> Result:
     request = load.request.encode("latin-1")
     with connect(load.port) as first:
         _, data = exchange(first, request)
-    if not data.startswith(_STATUS):
-        raise RuntimeError(f"the answer was {data[:300]!r}")
-    size = len(data)
-    socks = {sock.fileno(): sock for sock in (connect(load.port) for _ in range(load.num_clients))}
-    epoll = select.epoll()
-    for fd in socks:
-        epoll.register(fd, select.EPOLLIN)
+    _check(data)
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(connect(load.port)) for _ in range(load.num_clients)]
+        epoll = stack.enter_context(select.epoll())
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+        times = _exchanges(load, request, len(data), {sock.fileno(): sock for sock in socks}, epoll)
+        elapsed_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
+    return Result(len(times), elapsed_s, 1000 * statistics.median(times), cpu_s)
+
+
+def _exchanges(
+    load: Load, request: bytes, size: int, socks: dict[int, socket.socket], epoll: select.epoll
+) -> list[float]:
+    """Seconds that each request took; every answer has `size` bytes."""
     clock, times = time.perf_counter, []
-    began, began_cpu = clock(), time.process_time()
-    ends = began + load.seconds if load.seconds else float("inf")
+    ends = clock() + load.seconds if load.seconds else float("inf")
     num_left = (load.num_requests or sys.maxsize) - len(socks)
     num_open = len(socks)
-    sent, received = dict.fromkeys(socks, began), dict.fromkeys(socks, 0)
+    sent, received = dict.fromkeys(socks, 0.0), dict.fromkeys(socks, 0)
     for fd, sock in socks.items():
+        epoll.register(fd, select.EPOLLIN)
         sent[fd] = clock()
         sock.sendall(request)
     while num_open:
@@ -147,13 +155,13 @@ def drive(load: Load) -> Result:
             sock = socks[fd]
             data = sock.recv(1 << 16)
             now = clock()
-            if received[fd] == 0 and not data.startswith(_STATUS):
-                raise RuntimeError(f"the answer was {data[:300]!r}")
+            if received[fd] == 0:
+                _check(data)
             received[fd] += len(data)
-            if received[fd] < size:
+            if received[fd] < size and data:
                 continue
-            if received[fd] > size:
-                raise RuntimeError(f"an answer was longer than the {size} bytes of the first: {data[:300]!r}")
+            if received[fd] != size:
+                raise RuntimeError(f"an answer is not as long as the first, {size} bytes: {data[:300]!r}")
             times.append(now - sent[fd])
             received[fd] = 0
             if num_left > 0 and now < ends:
@@ -162,10 +170,12 @@ def drive(load: Load) -> Result:
                 sock.sendall(request)
             else:
                 num_open -= 1
-    elapsed_s, cpu_s = clock() - began, time.process_time() - began_cpu
-    for sock in socks.values():
-        sock.close()
-    return Result(len(times), elapsed_s, 1000 * statistics.median(times), cpu_s)
+    return times
+
+
+def _check(data: bytes) -> None:
+    if not data.startswith(_STATUS):
+        raise RuntimeError(f"the answer was {data[:300]!r}")
 
 
 def main() -> None:

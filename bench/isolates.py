@@ -82,6 +82,10 @@ def run(settings: Settings) -> tuple[list[Row], dict[str, str]]:
     return rows, versions if settings.peers else {}
 
 
+def _kernels(settings: Settings) -> Path:
+    return settings.state_dir / "bench" / "kernels"
+
+
 def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -93,7 +97,7 @@ def cold(settings: Settings) -> list[Row]:
     """From a request to the first byte of its answer, where no process is there for it."""
     num_starts = 15 if settings.quick else 60
     metric = "cold start: request to first byte of a worker scaled to zero, p50"
-    times, pythons = _cold_starts(HELLO, "", num_starts)
+    times, pythons = _cold_starts(settings, HELLO, "", num_starts)
     note = f"{num_starts} starts, {_spread(times)} ms; python {_spread(pythons)} ms; {_load_average()}"
     p50, python = statistics.median(times), statistics.median(pythons)
     rows = [
@@ -111,17 +115,18 @@ def cold(settings: Settings) -> list[Row]:
     ]
     metric = "cold start of a FastAPI application with a pydantic model, both in isolates.preload, p50"
     try:
-        times, pythons = _cold_starts(FASTAPI, 'preload = ["fastapi", "pydantic"]\n', num_starts)
+        times, pythons = _cold_starts(settings, FASTAPI, 'preload = ["fastapi", "pydantic"]\n', num_starts)
     except RuntimeError as error:
         return [*rows, missing(metric, "ms", f"it does not run here: {error}", target=Target("<=", 25, " ms"))]
     note = f"{num_starts} starts, {_spread(times)} ms; {_load_average()}"
     return [*rows, measured(metric, statistics.median(times), "ms", target=Target("<=", 25, " ms"), note=note)]
 
 
-def _cold_starts(source: str, settings: str, num_starts: int) -> tuple[list[float], list[float]]:
+def _cold_starts(settings: Settings, source: str, config: str, num_starts: int) -> tuple[list[float], list[float]]:
     """Milliseconds of each cold start, and of an interpreter that was started after each."""
     times, pythons = [], []
-    with servers.edge(source, f"idle_s = {IDLE_S}\n{settings}") as server, http_load.connect(server.port) as sock:
+    node = servers.edge(source, _kernels(settings), f"idle_s = {IDLE_S}\n{config}")
+    with node as server, http_load.connect(server.port) as sock:
         for _ in range(num_starts + 2):
             while server.health()["pids"]:
                 time.sleep(IDLE_S / 4)
@@ -146,7 +151,7 @@ class _Race:
         folder = settings.state_dir / "bench" / "peers"
         self.absent: dict[str, str] = {}
         """Peers that are not here, and why."""
-        self.servers = {"edge": stack.enter_context(servers.edge(HELLO))}
+        self.servers = {"edge": stack.enter_context(servers.edge(HELLO, _kernels(settings)))}
         starters: dict[str, Callable[[], AbstractContextManager[Server]]] = {
             "starlette": servers.starlette,
             "workerd": lambda: servers.workerd(folder),
@@ -226,7 +231,7 @@ def memory(settings: Settings) -> list[Row]:
     metric = "memory per extra warm isolate, after a request each (proportional set size)"
     target = Target("<=", 8, " MB")
     config = f"max_per_worker = {NUM_ISOLATES}\n[limits]\nconcurrency = 1\n"
-    with servers.edge(WAITING, config) as server:
+    with servers.edge(WAITING, _kernels(settings), config) as server:
         try:
             http_load.run(Load(server.port, server.request, 1, num_requests=2))
             one = _memory_mb(server)
@@ -247,7 +252,7 @@ def soak(settings: Settings) -> list[Row]:
     """What is there after many requests that was not there before them."""
     num_requests = 5_000 if settings.quick else 50_000
     metric = f"after {num_requests:,} requests: more"
-    with servers.edge(HELLO) as server:
+    with servers.edge(HELLO, _kernels(settings)) as server:
         http_load.run(Load(server.port, server.request, NUM_CLIENTS, num_requests=num_requests // 10))
         before = _counts(server)
         result = http_load.run(Load(server.port, server.request, NUM_CLIENTS, num_requests=num_requests))

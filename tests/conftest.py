@@ -31,11 +31,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("edge", deadline=None)
+settings.register_profile("quick", settings.get_profile("edge"), max_examples=20)
 settings.load_profile("edge")
 
 ROOT = Path(__file__).parent.parent
 START_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 30
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The quick subset tries fewer examples of each property."""
+    if config.option.markexpr == "not slow":
+        settings.load_profile("quick")
 
 
 @pytest.fixture(scope="session")

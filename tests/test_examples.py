@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,20 @@ def test_summarize(edge_dev: EdgeDev, state_dir: Path) -> None:
         record["input_tokens"] + record["cached_input_tokens"] + record["output_tokens"] for record in (one, other)
     ]
     assert tokens == [first["num_tokens"]] * 2
+
+
+@pytest.mark.parametrize("mode", ["inprocess", "subprocess"])
+def test_tested(tmp_path: Path, mode: str) -> None:
+    """The example of the test kit: the same tests pass in both modes."""
+    folder = shutil.copytree(EXAMPLES / "tested", tmp_path / "tested")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "--edge-mode", mode]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=CALL_TIMEOUT_S, check=False)
+    num_tests = (folder / "tests" / "test_worker.py").read_text().count("\ndef test_")
+    assert re.search(rf"^{num_tests} passed in", done.stdout, re.MULTILINE), done.stdout + done.stderr
+    worker = folder / "src" / "worker.py"
+    worker.write_text(worker.read_text().replace('note["summary"]', 'note["text"]'))
+    failed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=CALL_TIMEOUT_S, check=False)
+    assert re.search(r"^3 failed, ", failed.stdout, re.MULTILINE), failed.stdout
 
 
 @pytest.mark.model

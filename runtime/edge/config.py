@@ -157,6 +157,11 @@ class KvNamespaceConfig(msgspec.Struct, frozen=True):
     """Which namespace of the account; default: the binding's name."""
     preview_id: str = ""
 
+    @property
+    def storage_id(self) -> str:
+        """Which namespace of the account this is."""
+        return self.id or self.binding
+
 
 class D1Config(msgspec.Struct, frozen=True):
     """`[[d1_databases]]`: `env.BINDING` is an SQLite database."""
@@ -169,6 +174,39 @@ class D1Config(msgspec.Struct, frozen=True):
     migrations_dir: str = "migrations"
     migrations_table: str = "d1_migrations"
 
+    @property
+    def storage_id(self) -> str:
+        """Which database of the account this is."""
+        return self.database_id or self.database_name or self.binding
+
+
+class S3Config(msgspec.Struct, frozen=True):
+    """`s3` of `[[r2_buckets]]`: the bucket is in S3, or in a store that speaks its protocol.
+
+    There are no credentials here: AWS's library finds them in the node's environment.
+    """
+
+    bucket: Annotated[
+        str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{1,254}$", description="the name of a bucket in S3")
+    ]
+    endpoint: Annotated[
+        str, Meta(pattern=r"^(https?://[^/\s@?#]+/?)?$", description='an address such as "https://s3.example.com"')
+    ] = ""
+    """Of the store; default: that of AWS in the region."""
+    region: Annotated[str, Meta(pattern=r"^[A-Za-z0-9-]*$", description='a region such as "eu-central-1"')] = ""
+    """Default: the one in the node's environment, else us-east-1."""
+    prefix: (
+        Annotated[
+            str,
+            Meta(
+                pattern=r"^(?!/)(?!.*(^|/)\.{1,2}/)([A-Za-z0-9!_.'()/-]{1,255}/)?$",
+                description='what keys begin with, which ends in /, such as "photos/", or nothing',
+            ),
+        ]
+        | None
+    ) = None
+    """Before all keys; default: the account and a slash."""
+
 
 class R2Config(msgspec.Struct, frozen=True):
     """`[[r2_buckets]]`: `env.BINDING` is a bucket of objects."""
@@ -178,6 +216,13 @@ class R2Config(msgspec.Struct, frozen=True):
     """Which bucket of the account; default: the binding's name."""
     preview_bucket_name: str = ""
     jurisdiction: str = ""
+    s3: S3Config | None = None
+    """Where in S3 the objects are; default: in files of the state directory."""
+
+    @property
+    def storage_id(self) -> str:
+        """Which bucket of the account this is."""
+        return self.bucket_name or self.binding
 
 
 class QueueProducerConfig(msgspec.Struct, frozen=True):
@@ -305,6 +350,16 @@ class Config(msgspec.Struct, frozen=True):
     billing: BillingConfig = BillingConfig()
     state_dir: Annotated[Path, Meta(description='the path of a folder, such as ".edge"')] = Path(".edge")
     """Where models, the ledger and logs live."""
+
+    @property
+    def s3_buckets(self) -> dict[str, S3Config]:
+        """The R2 buckets that are in S3, by id."""
+        return {bucket.storage_id: bucket.s3 for bucket in self.r2_buckets if bucket.s3 is not None}
+
+    @property
+    def project(self) -> Path:
+        """The folder that the worker's files are in."""
+        return self.path.parent if self.path is not None else self.main.parent
 
 
 def _warn(text: str) -> None:

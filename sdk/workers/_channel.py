@@ -116,6 +116,7 @@ class Channel(asyncio.Protocol):
         on_lost: called once when the connection is over, with the reason if it is a bad one.
         wait_for_reader: stop reading while the peer does not read, so that it cannot make us buffer answers to it.
             Only one side may do that, or both could wait for each other.
+        gathers: put what is sent in one turn of the event loop into one write, each of which wakes up the peer.
     """
 
     def __init__(
@@ -125,16 +126,23 @@ class Channel(asyncio.Protocol):
         on_lost: Callable[[Exception | None], None],
         *,
         wait_for_reader: bool = False,
+        gathers: bool = False,
     ) -> None:
         self._decoder = FrameDecoder(frames)
         self._on_frame = on_frame
         self._on_lost = on_lost
         self._wait_for_reader = wait_for_reader
+        self._gathers = gathers
+        self._loop = asyncio.get_running_loop()
         self._incoming: dict[int, Incoming] = {}
         self._windows: dict[int, _Window] = {}
         self._writable = asyncio.Event()
         self._writable.set()
         self._error: Exception | None = None
+        self._is_holding = False
+        """Whether what is sent waits for more, and somebody will write all of it."""
+        self._held: list[bytes] = []
+        self._num_held_bytes = 0
         self._transport: asyncio.Transport
         self.lost = False
 
@@ -147,18 +155,19 @@ class Channel(asyncio.Protocol):
         on_lost: Callable[[Exception | None], None],
         *,
         wait_for_reader: bool = False,
+        gathers: bool = False,
     ) -> Channel:
         """A channel over the connected Unix stream socket `sock`, which it owns from now on."""
         sock.setblocking(False)
         _, channel = await asyncio.get_running_loop().create_unix_connection(
-            lambda: cls(frames, on_frame, on_lost, wait_for_reader=wait_for_reader), sock=sock
+            lambda: cls(frames, on_frame, on_lost, wait_for_reader=wait_for_reader, gathers=gathers), sock=sock
         )
         return channel
 
     @property
     def num_unsent_bytes(self) -> int:
         """Bytes that the kernel did not take yet."""
-        return self._transport.get_write_buffer_size()
+        return self._transport.get_write_buffer_size() + self._num_held_bytes
 
     @property
     def num_unread_bytes(self) -> int:
@@ -176,11 +185,21 @@ class Channel(asyncio.Protocol):
             FrameError: a frame is too long, or holds a value that cannot be sent.
         """
         try:
-            data = b"".join([encode(frame) for frame in frames])
+            data = encode(frames[0]) if len(frames) == 1 else b"".join([encode(frame) for frame in frames])
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise error if isinstance(error, FrameError) else FrameError(f"a value cannot be sent: {error}") from error
-        if not self.lost:
-            self._transport.write(data)
+        if self.lost:
+            return
+        if not self._is_holding:
+            if not self._gathers:
+                self._transport.write(data)
+                return
+            self._is_holding = True
+            self._loop.call_soon(self._write_held)
+        self._held.append(data)
+        self._num_held_bytes += len(data)
+        if self._num_held_bytes > HIGH_WATER_BYTES:
+            self._write_held()
 
     async def send_body(self, id: int, body: AsyncIterable[bytes]) -> None:
         """Send `body` and its end, no faster than the reader reads. Errors of `body` are the caller's to report.
@@ -211,6 +230,7 @@ class Channel(asyncio.Protocol):
     def close(self) -> None:
         """Close the connection; what was sent so far still goes out."""
         if not self.lost:
+            self._write_held()
             self._transport.close()
 
     def fail(self, error: Exception) -> None:
@@ -228,12 +248,18 @@ class Channel(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """See asyncio."""
         try:
-            for frame in self._decoder.feed(data):
+            frames = self._decoder.feed(data)
+            if len(frames) > 1:
+                self._is_holding = True
+            for frame in frames:
                 if self._error is not None:
                     return
                 self._dispatch(frame)
         except FrameError as error:
             self.fail(error)
+        finally:
+            if self._is_holding:
+                self._write_held()
 
     def pause_writing(self) -> None:
         """See asyncio."""
@@ -259,6 +285,14 @@ class Channel(asyncio.Protocol):
         self._on_lost(self._error or error)
 
     # ------------------------------------------------------------------------------------------------------
+
+    def _write_held(self) -> None:
+        self._is_holding = False
+        if self._held:
+            if not self.lost:
+                self._transport.write(b"".join(self._held))
+            self._held.clear()
+            self._num_held_bytes = 0
 
     def _dispatch(self, frame: Any) -> None:
         kind = type(frame)

@@ -19,9 +19,19 @@ def parse_headers(headers: Any) -> HTTPMessage:
         TypeError: `headers` is of another type, or a value is None.
         ValueError: a name or value that HTTP does not allow.
     """
+    return as_message(parse_pairs(headers))
+
+
+def parse_pairs(headers: Any) -> list[tuple[str, str]]:
+    """The same as pairs, which `as_message` makes an HTTPMessage of. Raises as `parse_headers`."""
+    return [(_checked_name(name), _checked_value(name, value)) for name, value in _pairs(headers)]
+
+
+def as_message(pairs: Iterable[tuple[str, str]]) -> HTTPMessage:
+    """Checked headers as an HTTPMessage; duplicates are kept."""
     message = HTTPMessage()
-    for name, value in _pairs(headers):
-        add_header(message, name, value)
+    for name, value in pairs:
+        message[name] = value
     return message
 
 

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from workers import _rpc, _runtime
 from workers._body import Content
 from workers._channel import Channel
+from workers._cpu import MeteredLoop
 from workers._events import Message, MessageBatch, ScheduledController
-from workers._headers import header_pairs
 from workers._load import Worker
 from workers._report import Reporter, message_text, traceback_text
 from workers._wire import (
@@ -43,6 +43,7 @@ WAIT_UNTIL_S = 30.0
 class Isolate(Protocol):
     """The process that an invocation runs in."""
 
+    loop: MeteredLoop
     channel: Channel
     reporter: Reporter
     worker: Worker
@@ -56,9 +57,12 @@ class Isolate(Protocol):
     def send_answer(self, invocation: int, frames: list[Frame]) -> None:
         """Send (a part of) the answer of `invocation`, or that it cannot be sent."""
 
+    def threw(self, invocation: int, error: BaseException) -> Threw:
+        """How the node is told that `error` ended `invocation`."""
+
 
 class Invocation:
-    """Base of the two kinds. Starts when it is made, and tells the isolate when it is over."""
+    """Base of the two kinds. Once it is started, it tells the isolate when it is over."""
 
     def __init__(self, isolate: Isolate, frame: Fetch | Event) -> None:
         self._isolate = isolate
@@ -69,9 +73,15 @@ class Invocation:
         self._is_over = False
         self._variables = contextvars.copy_context()
         self._variables.run(_runtime.context.set, self._ctx)
-        loop = asyncio.get_running_loop()
-        self._task = loop.create_task(self._run(), context=self._variables)
-        self._task.add_done_callback(self._after_task, context=self._variables)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin with the handler. Must be called by a callback of the loop, and not by a task."""
+        self._task = self._isolate.loop.start_task(self._run(), self._variables, self._ctx._cpu)
+        if self._task.done():
+            self._after_task()
+        else:
+            self._task.add_done_callback(self._after_task, context=self._variables)
 
     @property
     def cpu_us(self) -> int:
@@ -82,7 +92,8 @@ class Invocation:
         """Nobody waits for the answer. `waitUntil` work goes on, as its name says."""
         if not self._is_cancelled:
             self._is_cancelled = True
-            self._task.cancel()
+            if self._task is not None:
+                self._task.cancel()
 
     async def _serve(self) -> list[Frame]:
         """Run the handler; the frames that are the (end of the) answer. Raises nothing."""
@@ -95,11 +106,9 @@ class Invocation:
         else:
             self._end(frames)  # together with the answer: each write wakes the node up
 
-    def _after_task(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled() and not self._is_over:  # before it began
-            self._isolate.channel.send(Threw(self._id, "CancelledError", "the invocation was cancelled", ""))
+    def _after_task(self, _: asyncio.Task[None] | None = None) -> None:
         if self._ctx._waits:
-            rest = asyncio.get_running_loop().create_task(self._await_rest(), context=self._variables)
+            rest = self._isolate.loop.create_task(self._await_rest(), context=self._variables)
             rest.add_done_callback(lambda _: self._end([]), context=self._variables)
         else:
             self._end([])
@@ -122,7 +131,7 @@ class Invocation:
     def _threw(self, error: BaseException) -> Threw:
         if isinstance(error, TypeError | AttributeError) and "'coroutine' object" in message_text(error):
             error.add_note("Is an `await` missing?")
-        return Threw(self._id, type(error).__name__, message_text(error), traceback_text(error))
+        return self._isolate.threw(self._id, error)
 
     async def _await_rest(self) -> None:
         """Wait for what was given to `waitUntil`, also while that gives it more, but not for ever."""
@@ -274,7 +283,7 @@ class EventInvocation(Invocation):
 
 def _head(id: int, response: Response, content: Any) -> ResponseHead:
     """The response's head; of a body that is complete the length is known."""
-    headers = header_pairs(response.headers)
+    headers = response._header_pairs()
     if isinstance(content, bytes):
         headers = [(name, value) for name, value in headers if name.lower() != "content-length"]
         headers.append(("content-length", str(len(content))))

@@ -56,7 +56,7 @@ def serve(sock: socket.socket, sandboxed: Sandboxed) -> None:
     loop = MeteredLoop()
     asyncio.set_event_loop(loop)
     _run_sync.install(loop)
-    isolate = _Isolate(loop)
+    isolate = Isolate(loop)
     os.register_at_fork(after_in_child=lambda: _leave_to_parent(sock.fileno(), loop))
     main = loop.create_task(isolate.run(sock, sandboxed))
     while not main.done():
@@ -79,11 +79,11 @@ def _leave_to_parent(sock_fd: int, loop: asyncio.AbstractEventLoop) -> None:
     loop.call_soon(os._exit, 0)
 
 
-class _Isolate:
+class Isolate:
     """One worker version in this process."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self, loop: MeteredLoop) -> None:
+        self.loop = loop
         self._init: asyncio.Future[Init | None] = loop.create_future()
         self._lost: asyncio.Future[None] = loop.create_future()
         self._invocations: dict[int, Invocation] = {}
@@ -129,7 +129,7 @@ class _Isolate:
             if not self._invocations:
                 self.send_answer(invocation, last)
                 return
-            self._loop.call_soon(self._send_last, context=self._context)
+            self.loop.call_soon(self._send_last, context=self._context)
         self._last.append((invocation, last))
 
     def send_answer(self, invocation: int, frames: list[Frame]) -> None:
@@ -148,24 +148,24 @@ class _Isolate:
             for invocation, frames in waiting:
                 self.send_answer(invocation, frames)
 
+    def threw(self, invocation: int, error: BaseException) -> Threw:
+        """How the node is told that `error` ended `invocation`."""
+        return Threw(invocation, type(error).__name__, message_text(error), traceback_text(error))
+
     def report(self, error: BaseException) -> None:
         """Log what ended a task of the user's."""
         self.reporter.log("error", f"a background task ended with:\n{traceback_text(error)}")
 
     def _start(self, init: Init) -> None:
         """Import the worker and say how that went. The event loop stands still meanwhile, but output still goes out."""
-        self.reporter.capture()
-        sys.path[:0] = init.search_paths
-        _shim_path.activate()
-        _transports.activate()
-        sys.dont_write_bytecode = True  # the worker's folder is its author's, and caches made within a second mislead
+        self._prepare(init)
         _runtime.runtime = self
         self.compatibility_flags = init.compatibility_flags
         self._sources = {**init.vars, **init.bindings}
         self.env = self.new_env()
         start = time.perf_counter_ns()
         try:
-            self.worker = load(init.root, init.main, init.compatibility_flags)
+            self.worker = self._load(init)
         except BaseException as error:  # the process edge: this is the user's code
             self.reporter.flush(0)
             self.channel.send(StartFailed(type(error).__name__, message_text(error), traceback_text(error)))
@@ -174,15 +174,29 @@ class _Isolate:
         self.reporter.flush(0)
         self.channel.send(Ready(self.worker.handlers, (time.perf_counter_ns() - start) // 1000))
 
+    def _prepare(self, init: Init) -> None:
+        """Make of the interpreter what the worker's code expects."""
+        self.reporter.capture()
+        sys.path[:0] = init.search_paths
+        _shim_path.activate()
+        _transports.activate()
+        sys.dont_write_bytecode = True  # the worker's folder is its author's, and caches made within a second mislead
+
+    def _load(self, init: Init) -> Worker:
+        """Import the worker. Raises whatever its code raises."""
+        return load(init.root, init.main, init.compatibility_flags)
+
     def _on_frame(self, frame: Any) -> None:
         match frame:
             case Fetch(id):
-                self._invocations[id] = FetchInvocation(self, frame)
+                invocation = self._invocations[id] = FetchInvocation(self, frame)
+                invocation.start()
             case Probe():
                 used = [(id, invocation.cpu_us) for id, invocation in self._invocations.items()]
                 self.channel.send(CpuUsed(used))
             case Event(id):
-                self._invocations[id] = EventInvocation(self, frame)
+                event = self._invocations[id] = EventInvocation(self, frame)
+                event.start()
             case Cancel(id):
                 if id in self._invocations:
                     self._invocations[id].cancel()

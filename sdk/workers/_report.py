@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -67,11 +68,13 @@ class Reporter:
 
     def capture(self) -> None:
         """Take over `sys.stdout` and `sys.stderr`."""
-        sys.stdout, sys.stderr = (
-            io.TextIOWrapper(cast(Any, lines), encoding="utf-8", errors="backslashreplace", write_through=True)
-            for lines in self._lines
-        )
+        sys.stdout, sys.stderr = self.streams()
         _keep_levels_of_records()
+
+    def streams(self) -> Iterator[io.TextIOWrapper]:
+        """What to write to for stdout, then for stderr."""
+        for lines in self._lines:
+            yield io.TextIOWrapper(cast(Any, lines), encoding="utf-8", errors="backslashreplace", write_through=True)
 
     def log(self, level: str, text: str, invocation: int | None = None) -> None:
         """Send one entry; callable from any thread."""

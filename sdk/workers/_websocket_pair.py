@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from workers._websocket import ABNORMAL, MAX_MESSAGE_BYTES, Close, Message, MessageDecoder, WebSocketError, encode
-from workers.values import JsBytes
+from workers.values import JsBytes, buffer_bytes
 
 INBOX_BYTES = 1 << 20
 """Above this, `room()` waits."""
@@ -253,14 +253,8 @@ async def _logged(work: Awaitable[Any], event: str) -> None:
 
 
 def _as_message(message: Any) -> Message:
-    data: str | bytes
-    if isinstance(message, str):
-        data = message
-    elif isinstance(message, bytes | bytearray | memoryview):
-        data = bytes(message)
-    elif callable(getattr(message, "to_bytes", None)) and not isinstance(message, int):
-        data = message.to_bytes()
-    else:
+    data = message if isinstance(message, str) else buffer_bytes(message)
+    if data is None:
         raise TypeError(f"WebSocket.send() takes str, bytes and buffers, not {type(message).__name__}")
     if len(data) > MAX_MESSAGE_BYTES:
         raise WebSocketError(1009, f"a WebSocket message is over the limit of {MAX_MESSAGE_BYTES} bytes")

@@ -88,6 +88,7 @@ async def shut_down() -> None:
     """Let every application that has started run its shutdown, for at most `SHUTDOWN_TIMEOUT_S`."""
     if _lifespans:
         endings = [lifespan.shut_down() for lifespan in _lifespans.values()]
+        _lifespans.clear()
         await asyncio.wait([asyncio.ensure_future(ending) for ending in endings], timeout=SHUTDOWN_TIMEOUT_S)
 
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from workers.streams import ReadableStream
-from workers.values import JsBytes
+from workers.values import JsBytes, buffer_bytes
 
 Bytes = bytes  # inside the class below, `bytes` is a method
 
@@ -138,9 +138,7 @@ def _part(part: Any, is_native: bool) -> bytes:
         return text.encode("utf-8", "replace")
     if isinstance(part, Blob):
         return part._data
-    if isinstance(part, bytes | bytearray | memoryview):
-        return bytes(part)
-    to_bytes = getattr(part, "to_bytes", None)
-    if callable(to_bytes) and not isinstance(part, int):
-        return bytes(to_bytes())
+    data = buffer_bytes(part)
+    if data is not None:
+        return data
     raise TypeError(f"Unsupported type in Blob: {type(part).__name__}; give str, bytes, a Blob, or a list of these")

@@ -14,6 +14,7 @@ from workers._urls import normalise
 from workers.values import JsDict, wrap
 
 _REDIRECTS = ("follow", "manual", "error")
+_METHODS: dict[str, HTTPMethod] = {method.value: method for method in HTTPMethod}
 
 
 class Request(Body):
@@ -126,10 +127,7 @@ def _as_method(method: str) -> HTTPMethod | str:
 
 
 def _known_method(method: str) -> HTTPMethod | str:
-    try:
-        return HTTPMethod(method.upper())
-    except ValueError:
-        return str(method)
+    return _METHODS.get(method) or _METHODS.get(method.upper()) or str(method)
 
 
 def _as_redirect(redirect: str) -> str:

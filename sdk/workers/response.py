@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Coroutine
 from http import HTTPStatus
@@ -9,7 +10,7 @@ from http.client import HTTPMessage
 from typing import Any, Self, overload
 
 from workers._body import Body, Content, to_body
-from workers._headers import add_header, header_pairs, merge_headers, parse_headers
+from workers._headers import add_header, as_message, header_pairs, merge_headers, parse_pairs
 from workers._urls import normalise
 
 NULL_BODY_STATUSES = frozenset({101, 103, 204, 205, 304})
@@ -64,13 +65,14 @@ class Response(Body):
     ) -> None:
         if web_socket is not None:
             _check_web_socket(web_socket, status)
-            self._assume(None, 101, status_text, parse_headers(headers))
+            self._assume(None, 101, status_text, parse_pairs(headers))
             self.web_socket = web_socket
             return
         if isinstance(body, Response):
             if status or status_text or headers:
                 raise ValueError("Expected no options when a Response is given: it brings its own status and headers")
-            self._assume(body._take(), body.status, body.status_text, body.headers, body.url, body.redirected)
+            self._assume(body._take(), body.status, body.status_text, [], body.url, body.redirected)
+            self.headers = body.headers
             return
         status = _checked_status(status)
         content, content_type = to_body(body, "Response")
@@ -78,10 +80,16 @@ class Response(Body):
             if content:
                 raise TypeError(f"A response with status {status} cannot have a body")
             content = None
-        message = parse_headers(headers)
-        if content_type is not None and content is not None and "content-type" not in message:
-            add_header(message, "content-type", content_type)
-        self._assume(content, status, status_text, message)
+        pairs = parse_pairs(headers)
+        has_type = any(name.lower() == "content-type" for name, _ in pairs)
+        if content_type is not None and content is not None and not has_type:
+            pairs.append(("content-type", content_type))
+        self._assume(content, status, status_text, pairs)
+
+    @functools.cached_property
+    def headers(self) -> HTTPMessage:  # type: ignore[override]  # which can be assigned to as well
+        """Case-insensitive, with `get_all()`. `headers[name] = value` adds; `del` first to replace."""
+        return as_message(self._pairs)
 
     web_socket: Any = None
     """The end of a `WebSocketPair` that the client gets, or None."""
@@ -161,7 +169,8 @@ class Response(Body):
     ) -> Self:
         """A response that came from elsewhere; nothing in it is checked."""
         response = cls.__new__(cls)
-        response._assume(content, status, _phrase(status), merge_headers(headers), url, redirected)
+        response._assume(content, status, _phrase(status), [], url, redirected)
+        response.headers = merge_headers(headers)
         return response
 
     def _assume(
@@ -169,24 +178,26 @@ class Response(Body):
         content: Content,
         status: int,
         status_text: str,
-        headers: HTTPMessage,
+        pairs: list[tuple[str, str]],
         url: str = "",
         redirected: bool = False,
     ) -> None:
         self._content = content
         self.status = status
         self.status_text = status_text
-        self.headers = headers
-        """Case-insensitive, with `get_all()`. `headers[name] = value` adds; `del` first to replace."""
+        self._pairs = pairs
         self.url = url
         """Where a fetched response came from, after redirects; empty for one's own."""
         self.redirected = redirected
 
     def _with(self, content: Content) -> Response:
         response = Response.__new__(Response)
-        headers = parse_headers(header_pairs(self.headers))
-        response._assume(content, self.status, self.status_text, headers, self.url, self.redirected)
+        response._assume(content, self.status, self.status_text, self._header_pairs(), self.url, self.redirected)
         return response
+
+    def _header_pairs(self) -> list[tuple[str, str]]:
+        """The headers to send. Raises ValueError if the handler has put in what is none."""
+        return header_pairs(self.headers) if "headers" in vars(self) else self._pairs
 
 
 def _checked_status(status: Any) -> int:

@@ -90,6 +90,14 @@ def to_py(value: Any) -> Any:
     return value
 
 
+def buffer_bytes(value: Any) -> bytes | None:
+    """The bytes of a buffer, Python's or one of JavaScript's, which has `to_bytes()`; None: `value` is none."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    to_bytes = getattr(value, "to_bytes", None)
+    return bytes(to_bytes()) if callable(to_bytes) and not isinstance(value, int) else None
+
+
 def plain(value: Any, where: str, depth: int = 0) -> Any:
     """`value` as something that fits into a frame: None, bool, int, float, str, bytes, and dicts and lists of these.
 

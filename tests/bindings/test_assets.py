@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge.bindings.assets import PIECE_BYTES, Asset, Assets, Site, decoded_path
+from edge.bindings.assets import Asset, Assets, Site, decoded_path
+from edge.bindings.storage import PIECE_BYTES
 from edge.config import AssetsConfig
 from edge.errors import InvalidInput
 from edge.isolates.base import Binding, Bundle, StreamAnswer
@@ -294,3 +296,20 @@ async def test_the_binding_serves_its_own_worker_s_files(tmp_path: Path) -> None
     for method, args in (("list", []), ("fetch", ["GET"]), ("fetch", ["GET", "http://[", []]), ("fetch", [1, 2, 3])):
         with pytest.raises(InvalidInput):
             await assets.call(caller, Binding("assets"), method, args, None)
+
+
+async def test_a_new_site_is_taken_back_if_the_version_that_has_it_fails(tmp_path: Path) -> None:
+    caller, binding, args = Bundle("w", "v", "/w", "w.py"), Binding("assets"), ["GET", "http://x/page", []]
+    old, new = site_of(tmp_path / "old"), site_of(tmp_path / "new")
+    assets = Assets()
+    with assets.new_site(caller.key, old):
+        assert assets.sites[caller.key] is old
+    for failing in (new, None):
+        with contextlib.suppress(RuntimeError), assets.new_site(caller.key, failing):
+            assert assets.sites[caller.key] is (failing or old)
+            raise RuntimeError
+        assert assets.sites[caller.key] is old
+    with assets.new_site(caller.key, None):
+        assert assets.sites[caller.key] is old  # of the version that still serves
+    with pytest.raises(InvalidInput, match="no assets any more"):
+        await assets.call(caller, binding, "fetch", args, None)

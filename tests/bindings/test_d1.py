@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sqlite3
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from edge.bindings import d1, storage
 from edge.bindings.d1 import D1, MAX_RESULT_BYTES, split_statements, verb_of
+from edge.errors import InvalidInput
 from edge.isolates.base import Binding, Bundle
 from workers.bindings import BindingError
 from workers.bindings.d1 import D1Database
@@ -265,6 +267,23 @@ async def test_a_query_that_fills_the_disk_is_stopped(db: D1Database, monkeypatc
     assert await db.prepare("SELECT count(*) AS n FROM full").first("n") == 0
 
 
+async def test_a_damaged_file_is_not_the_caller_s_mistake(
+    open_d1: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = storage.folder_of(tmp_path, "d1", "dev", "ID")
+    folder.mkdir(parents=True)
+    (folder / "database.sqlite").write_bytes(b"x" * 8192)
+    db = await open_d1()
+    for call in (db.exec("SELECT 1"), db.prepare("SELECT 1").run()):
+        with pytest.raises(BindingError, match="file is not a database: SQLITE_NOTADB") as caught:
+            await call
+        assert caught.value.status == 503
+    assert "file is not a database" in caplog.text
+    with pytest.raises(BindingError, match="no such table") as caught:
+        await (await open_d1("OTHER")).exec("SELECT * FROM nope")
+    assert caught.value.status == 400
+
+
 async def test_text_that_is_no_utf8(db: D1Database) -> None:
     assert await db.prepare("SELECT CAST(x'61ff' AS TEXT) AS t").first("t") == "a�"
 
@@ -306,6 +325,33 @@ async def test_migrations_apply_once_and_whole(tmp_path: Path) -> None:
     assert [name for name, _ in await d1.migrations(caller, "x", "d1_migrations")] == ["0001_users.sql"]
     assert await d1.migrate(caller, "x", "d1_migrations", "0002.sql", "CREATE TABLE half (a)")
     await d1.close()
+
+
+async def test_what_a_worker_does_to_the_table_of_migrations_is_held_like_all_it_does(tmp_path: Path) -> None:
+    endless = "WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT max(i) FROM n"
+    d1, caller, table = D1(tmp_path, timeout_s=0.5), Bundle("w", "v", "/w", "w.py"), "d1_migrations"
+    await d1.migrations(caller, "x", table)
+    await d1.exec(caller, "x", f"CREATE TRIGGER t AFTER INSERT ON {table} BEGIN {endless}; END")
+    with pytest.raises(InvalidInput, match=r"ran longer than 0\.5 s"):
+        await d1.migrate(caller, "x", table, "0001.sql", USERS)
+    await d1.exec(caller, "x", f"DROP TABLE {table}; CREATE VIEW {table} AS SELECT i AS id, i AS name FROM ({endless})")
+    with pytest.raises(InvalidInput):
+        await d1.migrations(caller, "x", table)
+    await d1.close()
+
+
+@pytest.mark.parametrize(
+    "text", ["'" + "a" * (1 << 18), "'" + "''" * (1 << 17), "[" + "a" * (1 << 18), '"a' * (1 << 15)]
+)
+def test_splitting_takes_no_more_memory_than_the_text(text: str) -> None:
+    tracemalloc.start()
+    try:
+        pieces = list(split_statements(text))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert pieces == [(1, text)]
+    assert peak_bytes < 4 * len(text)
 
 
 def test_splitting_keeps_strings_comments_and_triggers_whole() -> None:

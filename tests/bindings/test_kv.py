@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from edge.bindings import storage
 from edge.bindings.kv import MAX_VALUE_BYTES, end_of_prefix
 from workers.bindings import BindingError
 from workers.bindings.kv import KvNamespace
@@ -246,11 +248,10 @@ async def test_closing_finishes_what_is_queued(open_kv: Any) -> None:
 
 
 _KEYS = st.sampled_from(["a", "b", "aa", "é", "a:b", "\U0001f600", "z" * 512])
+_INTEGERS = st.integers(-(1 << 63), (1 << 64) - 1)
 _STEPS = st.lists(
     st.one_of(
-        st.tuples(
-            st.just("put"), _KEYS, st.binary(max_size=40), st.one_of(st.none(), st.integers(), st.text(max_size=5))
-        ),
+        st.tuples(st.just("put"), _KEYS, st.binary(max_size=40), st.one_of(st.none(), _INTEGERS, st.text(max_size=5))),
         st.tuples(st.just("delete"), _KEYS),
         st.tuples(st.just("reopen")),
         st.tuples(st.just("list"), st.sampled_from(["", "a", "a:", "é", "x"]), st.integers(1, 3)),
@@ -295,3 +296,22 @@ async def test_it_is_a_dict_that_survives(open_kv: Any, steps: Any) -> None:
 def test_end_of_prefix(prefix: bytes, key: bytes) -> None:
     end = end_of_prefix(prefix)
     assert key.startswith(prefix) == (key >= prefix and (end is None or key < end))
+
+
+async def test_the_disk_is_left_to_the_node_also_by_what_has_begun(
+    open_kv: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = await open_kv()
+    await kv.put("long", b"x" * (1 << 20))
+
+    async def body() -> AsyncIterator[bytes]:
+        for _ in range(4):
+            yield b"x" * (1 << 20)
+            monkeypatch.setattr(storage, "MIN_FREE_BYTES", 1 << 62)
+
+    with pytest.raises(BindingError, match="the disk of the node has less than"):
+        await kv.put("key", body())
+    with pytest.raises(BindingError, match="the disk of the node has less than"):
+        await kv.get("long")
+    monkeypatch.undo()
+    assert (await kv.get("key"), len(await kv.get("long"))) == (None, 1 << 20)

@@ -1,3 +1,5 @@
+"""R2 buckets in files and in S3: the same tests for both, but for what only one of them has."""
+
 from __future__ import annotations
 
 import asyncio
@@ -5,6 +7,7 @@ import hashlib
 import os
 import time
 import tracemalloc
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from http.client import HTTPMessage
 from pathlib import Path
@@ -14,8 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edge.bindings import r2 as r2_module
-from edge.bindings.r2 import MIN_PART_BYTES, SWEEP_AFTER_S, UPLOAD_EXPIRES_S
+from edge.bindings.r2 import R2
+from edge.bindings.r2 import files as r2_files
+from edge.bindings.r2.files import SWEEP_AFTER_S, UPLOAD_EXPIRES_S
+from edge.bindings.r2.objects import MIN_PART_BYTES
 from workers.bindings import BindingError
 from workers.bindings.r2 import R2Bucket, R2Object, R2ObjectBody
 
@@ -38,6 +43,22 @@ async def in_pieces(data: bytes) -> Any:
         yield data[start : start + 70_000]
 
 
+@pytest.fixture(params=["files", pytest.param("s3", marks=pytest.mark.slow)])
+def place(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+in_files = pytest.mark.parametrize("place", ["files"], indirect=True)
+quick_in_both = pytest.mark.parametrize("place", ["files", "s3"], indirect=True)
+
+
+@pytest.fixture
+def make_r2(place: str, request: pytest.FixtureRequest, tmp_path: Path, clock: Any) -> Callable[[], R2]:
+    if place == "files":
+        return lambda: R2(tmp_path, clock)
+    return request.getfixturevalue("make_r2_in_s3")
+
+
 @pytest.fixture
 async def bucket(open_r2: Any) -> R2Bucket:
     opened: R2Bucket = await open_r2()
@@ -45,7 +66,7 @@ async def bucket(open_r2: Any) -> R2Bucket:
 
 
 @pytest.mark.parametrize("data", [b"", b"short", b"x" * 65_536, b"x" * 65_537, LONG])
-async def test_put_head_and_get(bucket: R2Bucket, clock: Any, data: bytes) -> None:
+async def test_put_head_and_get(bucket: R2Bucket, place: str, clock: Any, data: bytes) -> None:
     put = await bucket.put("a/key", data, httpMetadata={"contentType": "text/plain"}, customMetadata={"who": "me"})
     assert put is not None
     md5 = hashlib.md5(data).hexdigest()
@@ -53,10 +74,12 @@ async def test_put_head_and_get(bucket: R2Bucket, clock: Any, data: bytes) -> No
         assert found is not None
         assert (found.key, found.size, found.etag, found.httpEtag) == ("a/key", len(data), md5, f'"{md5}"')
         assert (found.version, found.storageClass) == (put.version, "Standard")
-        assert found.uploaded == datetime.fromtimestamp(clock.now_s)
+        assert found.uploaded == put.uploaded
         assert found.httpMetadata.contentType == "text/plain"
         assert found.customMetadata.who == "me"
         assert found.checksums.toJSON() == {"md5": md5}
+    now = datetime.now() if place == "s3" else datetime.fromtimestamp(clock.now_s)
+    assert abs(put.uploaded - now) < timedelta(minutes=1)
     body = await bucket.get("a/key")
     assert isinstance(body, R2ObjectBody)
     assert body.range == {"offset": 0, "length": len(data)}
@@ -83,9 +106,10 @@ async def test_ways_to_read(bucket: R2Bucket) -> None:
     assert written == {"content-type": "application/json", "cache-control": "no-store"}
 
 
-async def test_streams_both_ways(bucket: R2Bucket, tmp_path: Path) -> None:
+@quick_in_both
+async def test_streams_both_ways(bucket: R2Bucket, place: str, tmp_path: Path) -> None:
     await bucket.put("long", in_pieces(LONG))
-    assert len(files_in(tmp_path)) == 1
+    assert len(files_in(tmp_path)) == (1 if place == "files" else 0)
     assert b"".join([chunk async for chunk in (await bucket.get("long")).body]) == LONG
     unread = await bucket.get("long")
     await unread.body.cancel()
@@ -98,6 +122,7 @@ async def test_a_long_object_is_never_in_memory(bucket: R2Bucket) -> None:
         for _ in range(num_pieces):
             yield os.urandom(1 << 20)
 
+    await bucket.put("first", b"")  # what is loaded with the first call
     tracemalloc.start()
     try:
         assert (await bucket.put("k", long())).size == num_pieces << 20
@@ -155,9 +180,9 @@ async def test_ranges_that_cannot_be(bucket: R2Bucket, wanted: Any) -> None:
         await bucket.get("k", range=wanted)
 
 
-async def test_conditional_get(bucket: R2Bucket, clock: Any) -> None:
-    etag = (await bucket.put("k", "v")).etag
-    uploaded = datetime.fromtimestamp(clock.now_s)
+async def test_conditional_get(bucket: R2Bucket) -> None:
+    put = await bucket.put("k", "v")
+    etag, uploaded = put.etag, put.uploaded
     hour = timedelta(hours=1)
     for conditions, holds in [
         ({"etagMatches": etag}, True),
@@ -183,6 +208,7 @@ async def test_conditional_get(bucket: R2Bucket, clock: Any) -> None:
         assert isinstance(found, R2Object)
 
 
+@quick_in_both
 async def test_conditional_put_is_atomic(bucket: R2Bucket) -> None:
     assert await bucket.put("k", "first", onlyIf={"etagMatches": "*"}) is None
     results = await asyncio.gather(
@@ -226,6 +252,7 @@ async def test_limits(bucket: R2Bucket, key: str, options: Any, message: str) ->
     assert (await bucket.list()).objects == []
 
 
+@in_files
 async def test_replacing_and_deleting_remove_the_files(bucket: R2Bucket, tmp_path: Path) -> None:
     for number in range(3):
         await bucket.put("k", LONG + bytes([number]))
@@ -257,7 +284,8 @@ async def test_an_upload_that_breaks_off_leaves_nothing(bucket: R2Bucket, tmp_pa
     assert files_in(tmp_path) == []
 
 
-async def test_multipart(bucket: R2Bucket, tmp_path: Path) -> None:
+@quick_in_both
+async def test_multipart(bucket: R2Bucket, place: str, tmp_path: Path) -> None:
     upload = await bucket.createMultipartUpload("big", customMetadata={"a": "b"})
     first, second, last = b"1" * MIN_PART_BYTES, os.urandom(MIN_PART_BYTES), b"end"
     parts = [
@@ -281,21 +309,23 @@ async def test_multipart(bucket: R2Bucket, tmp_path: Path) -> None:
         == (whole[MIN_PART_BYTES - 5 : MIN_PART_BYTES + 5])
     )
     assert await (await bucket.get("big", range={"suffix": 4})).bytes() == whole[-4:]
-    with pytest.raises(BindingError, match=r"does not exist. \(10024\)"):
-        await again.uploadPart(4, "late")
+    if place == "files":  # moto fails at parts that come after the end
+        with pytest.raises(BindingError, match=r"does not exist. \(10024\)"):
+            await again.uploadPart(4, "late")
     await bucket.delete("big")
     assert files_in(tmp_path) == []
 
 
-async def test_multipart_that_is_wrong_or_given_up(bucket: R2Bucket, tmp_path: Path) -> None:
+async def test_multipart_that_is_wrong_or_given_up(bucket: R2Bucket, place: str, tmp_path: Path) -> None:
     upload = await bucket.createMultipartUpload("big")
     short = [await upload.uploadPart(number, b"x" * (100 + number)) for number in (1, 2)]
     with pytest.raises(BindingError, match=r"smaller than the minimum.*\(10011\)"):
         await upload.complete(short)
     with pytest.raises(BindingError, match="between 1 and 10000"):
         await upload.uploadPart(0, b"x")
-    with pytest.raises(BindingError, match=r"\(10024\)"):
-        await bucket.resumeMultipartUpload("other", upload.uploadId).uploadPart(1, b"x")
+    if place == "files":  # moto does not look at the key
+        with pytest.raises(BindingError, match=r"\(10024\)"):
+            await bucket.resumeMultipartUpload("other", upload.uploadId).uploadPart(1, b"x")
     with pytest.raises(BindingError, match=r"\(10025\)"):
         await upload.complete([])
     await upload.abort()
@@ -337,6 +367,7 @@ async def test_list_with_prefix_delimiter_and_pages(bucket: R2Bucket) -> None:
         await bucket.list(cursor="!")
 
 
+@in_files
 async def test_what_a_crash_leaves_is_swept(open_r2: Any, tmp_path: Path, clock: Any) -> None:
     bucket = await open_r2()
     await bucket.put("k", LONG)
@@ -361,6 +392,7 @@ async def test_what_a_crash_leaves_is_swept(open_r2: Any, tmp_path: Path, clock:
         await again.resumeMultipartUpload(upload.key, upload.uploadId).uploadPart(2, b"x")
 
 
+@in_files
 async def test_a_damaged_file_is_an_error_and_no_wrong_data(bucket: R2Bucket, tmp_path: Path) -> None:
     await bucket.put("k", LONG)
     (file,) = files_in(tmp_path)
@@ -369,14 +401,24 @@ async def test_a_damaged_file_is_an_error_and_no_wrong_data(bucket: R2Bucket, tm
         await (await bucket.get("k")).bytes()
 
 
-async def test_accounts_and_buckets_are_apart(open_r2: Any, tmp_path: Path) -> None:
+@quick_in_both
+async def test_accounts_and_buckets_are_apart(open_r2: Any) -> None:
+    await (await open_r2("a")).put("x/y", LONG)
+    assert await (await open_r2("b")).head("x/y") is None
+    assert await (await open_r2("a", "other")).head("x/y") is None
+    assert (await (await open_r2("a", "other")).list()).objects == []
+    assert await (await (await open_r2("a")).get("x/y")).bytes() == LONG
+
+
+@in_files
+async def test_keys_are_no_paths(open_r2: Any, tmp_path: Path) -> None:
     await (await open_r2("a")).put("../../x", LONG)
     assert await (await open_r2("b")).head("../../x") is None
-    assert await (await open_r2("a", "other")).head("../../x") is None
     assert await (await (await open_r2("a")).get("../../x")).bytes() == LONG
     assert {path.name for path in tmp_path.iterdir()} == {"r2"}
 
 
+@in_files
 async def test_no_disk_left(bucket: R2Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     await bucket.put("k", "v")
     monkeypatch.setattr("edge.bindings.storage.MIN_FREE_BYTES", 1 << 62)
@@ -394,7 +436,7 @@ async def test_no_disk_left(bucket: R2Bucket, monkeypatch: pytest.MonkeyPatch) -
 def test_cutting_ranges_out_of_files(sizes: list[int], offset: int, length: int) -> None:
     letters = iter("abcdefghijklmnopqrstuvwxyz0123456789")
     files = {str(number): "".join(next(letters) for _ in range(size)) for number, size in enumerate(sizes)}
-    cut = r2_module._cut([(name, len(text)) for name, text in files.items()], offset, length)
+    cut = r2_files._cut([(name, len(text)) for name, text in files.items()], offset, length)
     assert (
         "".join(files[name][start : start + num] for name, start, num in cut)
         == ("".join(files.values())[offset : offset + length])
@@ -414,7 +456,7 @@ _STEPS = st.lists(
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=_STEPS)
-async def test_it_is_a_dict_that_survives(open_r2: Any, tmp_path: Path, steps: Any) -> None:
+async def test_it_is_a_dict_that_survives(open_r2: Any, place: str, tmp_path: Path, steps: Any) -> None:
     bucket = await open_r2()
     await bucket.delete([each.key for each in (await bucket.list()).objects])
     model: dict[str, bytes] = {}
@@ -431,4 +473,5 @@ async def test_it_is_a_dict_that_survives(open_r2: Any, tmp_path: Path, steps: A
     assert [each.key for each in (await bucket.list()).objects] == sorted(model, key=str.encode)
     for key, data in model.items():
         assert await (await bucket.get(key)).bytes() == data
-    assert len(files_in(tmp_path)) == list(model.values()).count(LONG)
+    if place == "files":
+        assert len(files_in(tmp_path)) == list(model.values()).count(LONG)

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge.bindings import storage
+from edge.bindings.base import parse
 from edge.bindings.d1 import D1
 from edge.bindings.kv import Kv
-from edge.bindings.storage import Databases, folder_name, parse
+from edge.bindings.storage import Databases, folder_name
 from edge.errors import InvalidInput, StorageUnavailable
 from edge.isolates.base import Binding, Bundle
 

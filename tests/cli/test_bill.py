@@ -65,6 +65,7 @@ def test_usage(run: Run) -> None:
         "compute_us": 700,
         "wall_us": 1_000_000,
         "price_version": load_prices().id,
+        "sandbox": 0,
         "neurons": "2457.036504",
         "usd_exact": "0.027027401544",
     }

@@ -76,6 +76,10 @@ class Harness:
         """The oldest of them, or None."""
         return next(iter(self.pids), None)
 
+    def children(self) -> list[int]:
+        """The living children of the zygote, but for the spare one."""
+        return sorted(set(children_of(self.isolates.zygote_pid or 0)) - {self.isolates.spare_pid})
+
     @property
     def status(self) -> Any:
         return self.isolates.status(self.key)

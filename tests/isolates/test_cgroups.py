@@ -32,7 +32,8 @@ def test_a_process_over_its_memory_is_killed(groups):
     code = "import sys; sys.stdin.read(1); data = bytearray(200 << 20); data[::4096] = b'x' * len(data[::4096])"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
         group = groups.take()
-        group.admit(process.pid, 64 << 20, 10)
+        group.admit(process.pid, 10)
+        group.limit_memory(64 << 20)
         process.communicate(b"g")
     assert process.returncode == -9
     group.remove()
@@ -54,7 +55,7 @@ done.set()
 """
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         group = groups.take()
-        group.admit(process.pid, 1 << 30, 10)
+        group.admit(process.pid, 10)
         output, _ = process.communicate(b"g")
     assert int(output) == 9
     group.remove()

@@ -11,7 +11,7 @@ import pytest
 from edge.errors import IsolateLost, UnknownWorker
 from edge.isolates.dispatch import Bundle, WorkerStartFailed
 
-from .conftest import children_of, is_alive, until
+from .conftest import is_alive, until
 
 # -- processes that die ------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ async def test_an_idle_old_version_is_stopped(worker):
     pid = worker.pid
     await worker.deploy("def fetch(self): return Response('new')")
     await until(lambda: not is_alive(pid))
-    assert children_of(worker.isolates.zygote_pid) == [worker.pid]
+    await until(lambda: worker.children() == [worker.pid])
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ async def test_a_version_that_cannot_be_imported(worker, source, message, traceb
     assert "importlib" not in caught.value.traceback
     assert "_load.py" not in caught.value.traceback
     assert await worker.get() == "old"
-    await until(lambda: children_of(worker.isolates.zygote_pid) == [worker.pid])
+    await until(lambda: worker.children() == [worker.pid])
 
 
 async def test_a_failure_after_much_output_is_not_lost(worker):
@@ -193,7 +193,7 @@ async def test_a_failure_after_much_output_is_not_lost(worker):
 async def test_an_import_that_does_not_end(hasty):
     with pytest.raises(WorkerStartFailed, match=r"not imported within 1 s \(limits\.timeout_s\)"):
         await hasty.deploy("while True: pass\n", indented=False)
-    await until(lambda: children_of(hasty.isolates.zygote_pid) == [])
+    await until(lambda: hasty.children() == [])
 
 
 async def test_without_a_version_that_works(worker):

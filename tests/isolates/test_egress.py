@@ -302,6 +302,26 @@ async def test_small_bodies_are_sent_again_after_a_redirect(egress, server):
         await egress.fetch("POST", url, [], blocks(b"a", b"b"), "follow")
 
 
+async def test_only_so_many_bodies_are_held_at_once(egress, server, monkeypatch):
+    monkeypatch.setattr("edge.isolates.egress.MAX_HELD_BYTES", 2)
+    url = f"{server.url}/redirect?status=307&to=/echo"
+    may_end = asyncio.Event()
+
+    async def slow():
+        yield b"a"
+        await may_end.wait()
+        yield b"b"
+
+    held = asyncio.ensure_future(egress.fetch("POST", url, [("content-length", "2")], slow(), "follow"))
+    await asyncio.sleep(0)
+    with pytest.raises(SubrequestFailed, match="asks for the body again, which was a stream"):
+        await egress.fetch("POST", url, [("content-length", "1")], blocks(b"x"), "follow")
+    may_end.set()
+    assert json.loads(await read((await held)[0]))["body"] == "ab"
+    answer, _ = await egress.fetch("POST", url, [("content-length", "1")], blocks(b"x"), "follow")
+    assert json.loads(await read(answer))["body"] == "x"
+
+
 async def test_bodies_longer_than_they_say(egress, server):
     with pytest.raises(SubrequestFailed, match="longer than its content-length"):
         await egress.fetch("POST", f"{server.url}/echo", [("content-length", "1")], blocks(b"ab"), "follow")
@@ -320,6 +340,12 @@ async def test_redirects_end(egress, server):
 async def test_urls_that_are_none(egress, url):
     with pytest.raises(SubrequestFailed, match="failed"):
         await egress.fetch("GET", url, [], None, "follow")
+
+
+@pytest.mark.parametrize("method", ["CONNECT", "trace", "TRACK"])
+async def test_methods_that_fetch_may_not_use(egress, server, method):
+    with pytest.raises(SubrequestFailed, match=f"the method {method.upper()} cannot be fetched"):
+        await egress.fetch(method, f"{server.url}/echo", [], None, "follow")
 
 
 # -- where requests may go ---------------------------------------------------------------------------------

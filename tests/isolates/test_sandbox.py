@@ -11,6 +11,7 @@ import pytest
 
 from edge.config import IsolatesConfig
 from edge.errors import WorkerStartFailed
+from edge.isolates.dispatch import Bundle, InboundRequest, Isolates
 from edge.isolates.probe import examine
 from edge.isolates.sandbox import layers, seccomp
 from edge.isolates.sandbox.layers import LAYERS, SandboxReport
@@ -356,6 +357,57 @@ async def test_links_in_the_code_lead_nowhere(strict, tmp_path_factory, has_hidd
         """
     )
     assert json.loads(await strict.get()) == ["", "", "\nimpor"]
+
+
+async def test_a_root_and_packages_that_are_links_cannot_be_read(strict, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside")
+    (outside / "packaged.py").write_text("def on_fetch(request): ...")
+    link = outside.with_name("link-to-outside")
+    link.symlink_to(outside)
+    with pytest.raises(WorkerStartFailed, match="Permission denied"):
+        await strict.isolates.deploy(Bundle("linked", "v1", str(link), "packaged.py"))
+    await strict.deploy(
+        """
+        async def fetch(self, request):
+            try:
+                return Response(open(self.env.FILE).read())
+            except PermissionError:
+                return Response("held")
+        """,
+        search_paths=(str(link),),
+        vars={"FILE": str(outside / "packaged.py")},
+    )
+    assert await strict.get() == "held"
+    await strict.deploy(
+        (strict.root / "worker_main.py").read_text(),
+        indented=False,
+        search_paths=(str(outside),),
+        vars={"FILE": str(outside / "packaged.py")},
+    )
+    assert "on_fetch" in await strict.get()
+
+
+async def test_the_node_s_state_is_hidden_by_whatever_path_it_is_named(tmp_path):
+    root, link = tmp_path / "root", tmp_path / "link"
+    (root / "state").mkdir(parents=True)
+    (root / "state" / "ledger").write_text("secret")
+    link.symlink_to(root)
+    (root / "code.txt").write_text("code")
+    (root / "main_file.py").write_text(
+        "import os\nfrom workers import Response\n"
+        "def on_fetch(request):\n"
+        "    path = os.path.join(os.path.dirname(__file__), request.url[12:])\n"
+        "    try:\n        return Response(open(path).read())\n"
+        "    except PermissionError:\n        return Response('held')\n"
+    )
+    isolates = Isolates(None, lambda *_: None, IsolatesConfig(sandbox="standard"), hidden_paths=(str(link / "state"),))
+    try:
+        await isolates.deploy(Bundle("w", "v1", str(root), "main_file.py"))
+        for path, text in (("code.txt", b"code"), ("state/ledger", b"held")):
+            response = await isolates.fetch(("dev", "w"), InboundRequest("GET", f"http://test/{path}", []))
+            assert b"".join([chunk async for chunk in response.body]) == text
+    finally:
+        await isolates.close()
 
 
 async def test_files_beside_the_code_that_are_no_code_cannot_be_read(strict):

@@ -39,7 +39,7 @@ from edge.isolates.dispatch import Bundle, InboundRequest, Isolates
 async def main():
     isolates = Isolates(None, lambda *log: None, IsolatesConfig(sandbox="standard"))
     await isolates.deploy(Bundle("test", "v1", sys.argv[1], "worker_main.py"))
-    for path in ("write", "fill", "write"):
+    for path in sys.argv[2:]:
         try:
             response = await isolates.fetch(("dev", "test"), InboundRequest("GET", f"http://test/{path}", []))
             print((await anext(response.body)).decode(), flush=True)
@@ -61,6 +61,17 @@ def on_fetch(request):
         return Response(str(len(os.listdir(folder))))
     deadline = time.monotonic() + 20
     number = 0
+    if request.url.endswith("hide"):  # where no path leads to
+        os.chdir(folder)
+        for _ in range(20):
+            os.mkdir("d" * 255)
+            os.chdir("d" * 255)
+        folder = "."
+    if request.url.endswith("nest"):
+        os.chdir(folder)
+        while time.monotonic() < deadline:
+            os.mkdir("d")
+            os.chdir("d")
     while time.monotonic() < deadline:
         with open(os.path.join(folder, str(number % 50)), "wb") as file:
             file.write(bytes(4 << 20))
@@ -107,9 +118,15 @@ def test_without_seccomp_standard_refuses_and_best_effort_goes_on():
     assert refusal("best-effort", report) is None
 
 
-def test_without_mounts_temporary_folders_are_apart_and_are_watched(tmp_path):
+@pytest.mark.parametrize("way", ["fill", "hide", "nest"])
+def test_without_mounts_temporary_folders_are_apart_are_watched_and_are_removed(tmp_path, monkeypatch, way):
     (tmp_path / "worker_main.py").write_text(HANDLER)
-    assert without(UNSHARE, 0, "-c", NODE, str(tmp_path)).split() == ["1", "IsolateLost", "1"]
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    output = without(UNSHARE, 0, "-c", NODE, str(tmp_path), "write", way, "write")
+    assert output.split() == ["1", "IsolateLost", "1"]
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("policy", ["strict", "standard", "best-effort"])

@@ -12,7 +12,7 @@ import pytest
 from edge.config import IsolatesConfig
 from edge.errors import EdgeError
 
-from .conftest import children_of, running, until
+from .conftest import running, until
 
 SOURCE = """
 async def fetch(self, request):
@@ -98,7 +98,7 @@ async def ask(worker, kind: str) -> None:
 async def settled(worker) -> None:
     """Return once no request is under way and all replaced processes are gone."""
     await until(lambda: worker.status.in_flight == 0 and worker.status.waiting == 0)
-    await until(lambda: sorted(children_of(worker.isolates.zygote_pid)) == sorted(worker.pids))
+    await until(lambda: worker.children() == sorted(worker.pids))
     await asyncio.sleep(0)
 
 

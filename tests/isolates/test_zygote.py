@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -17,6 +19,7 @@ import pytest
 from edge.errors import IsolateLost
 from edge.isolates.sandbox.cgroups import Groups
 from edge.isolates.spawner import ForkSpec, Spawner
+from workers._wire import FrameDecoder, Sandboxed, ToNode
 
 from .conftest import children_of, is_alive, running, until
 
@@ -127,7 +130,8 @@ async def test_a_dead_zygote_is_replaced(spawner):
 async def test_many_forks_at_once(spawner):
     exits: list[int] = []
     children = await asyncio.gather(*(spawner.fork(ForkSpec(), exits.append) for _ in range(20)))
-    assert sorted(pid for pid, _ in children) == sorted(children_of(spawner.pid))
+    pids = {pid for pid, _ in children}
+    await until(lambda: pids == set(children_of(spawner.pid)) - {spawner.spare_pid})
     for _, sock in children:
         sock.close()
     await until(lambda: len(exits) == 20)
@@ -211,3 +215,64 @@ async def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(IsolateLost, match="no folder for the temporary files of handlers can be made"):
         await Spawner(tmp_root=tmp_path / "file" / "tmp").start()
+
+
+async def test_a_spare_process_waits_for_its_use(spawner):
+    exits: list[int] = []
+    first, sock = await spawner.fork(ForkSpec(), exits.append)
+    await until(lambda: spawner.spare_pid is not None)
+    spare = spawner.spare_pid
+    assert spare != first
+    assert exits == []
+    second, other_sock = await spawner.fork(ForkSpec(), exits.append)
+    assert second == spare
+    assert spawner.spare_pid is None
+    sandboxed = await asyncio.to_thread(first_frame, other_sock)
+    assert sandboxed.escapes == []
+    assert sandboxed.layers == (await asyncio.to_thread(first_frame, sock)).layers
+    await until(lambda: spawner.spare_pid not in (None, spare))
+    sock.close()
+    other_sock.close()
+    await until(lambda: exits == [0, 0])
+
+
+async def test_a_spare_process_that_died_is_not_used(spawner):
+    _, sock = await spawner.fork(ForkSpec(), lambda _: None)
+    await until(lambda: spawner.spare_pid is not None)
+    spare = spawner.spare_pid
+    os.kill(spare, signal.SIGKILL)
+    await until(lambda: spawner.spare_pid is None)
+    pid, other_sock = await spawner.fork(ForkSpec(), lambda _: None)
+    assert pid != spare
+    assert is_alive(pid)
+    sock.close()
+    other_sock.close()
+
+
+async def test_a_spare_process_ends_with_its_zygote(spawner):
+    _, sock = await spawner.fork(ForkSpec(), lambda _: None)
+    await until(lambda: spawner.spare_pid is not None)
+    spare = spawner.spare_pid
+    os.kill(spawner.pid, signal.SIGKILL)
+    await until(lambda: spawner.spare_pid is None and not is_alive(spare))
+    sock.close()
+
+
+def first_frame(sock: socket.socket) -> Sandboxed:
+    """What a new process says."""
+    sock.setblocking(True)
+    decoder = FrameDecoder(ToNode)
+    while not (frames := decoder.feed(sock.recv(1 << 16))):
+        pass
+    return frames[0]
+
+
+async def test_without_room_for_temporary_folders_there_is_no_process(tmp_path):
+    spawner = Spawner("none", tmp_root=tmp_path / "tmp")
+    try:
+        await spawner.start()
+        shutil.rmtree(tmp_path / "tmp")
+        with pytest.raises(IsolateLost, match=r"no temporary folder for a handler process can be made: .*No such file"):
+            await spawner.fork(ForkSpec(), lambda _: None)
+    finally:
+        await spawner.close()

@@ -57,6 +57,12 @@ def config(tmp_path: Path) -> Config:
     )
 
 
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node looks at its models more often, so that nobody has to wait for that."""
+    monkeypatch.setattr("edge.node.app._MODELS_INTERVAL_S", 0.05)
+
+
 @asynccontextmanager
 async def running(config: Config, said: list[str]) -> AsyncIterator[httpx.AsyncClient]:
     node = Node(config, tokens={"t": "acme"}, show_tracebacks=True, say=said.append, access_log=lambda *_: None)
@@ -111,6 +117,7 @@ async def test_stand_ins_are_taken_over_while_it_runs(config: Config) -> None:
     assert accesses[0].problem.startswith("no model '@cf/new/one'")
 
 
+@pytest.mark.slow
 async def test_models_that_are_removed_added_and_replaced_while_it_runs(config: Config, tmp_path: Path) -> None:
     store, said = ModelStore.in_state_dir(config.state_dir), []
     async with running(config, said) as client:
@@ -124,6 +131,7 @@ async def test_models_that_are_removed_added_and_replaced_while_it_runs(config: 
         assert (await run(client, "tiny"))["errors"][0]["code"] == 5007
 
 
+@pytest.mark.slow
 async def test_a_store_that_cannot_be_read_for_a_while_is_looked_at_again(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,8 +159,7 @@ async def test_what_the_router_refuses_is_told_as_the_api_tells_errors(config: C
     assert (response.status_code, response.json()["errors"][0]["code"]) == (405, 7001)
 
 
-@pytest.mark.parametrize("path", ["/a%0Ab", "/healthz/", "/client/v4x", "/%1b[2J"])
-async def test_every_path_that_is_not_the_node_s_own_is_the_worker_s(config: Config, path: str) -> None:
+async def test_every_path_that_is_not_the_node_s_own_is_the_worker_s(config: Config) -> None:
     config.main.write_text(
         "from workers import Response, WorkerEntrypoint\n"
         "class Default(WorkerEntrypoint):\n"
@@ -162,8 +169,9 @@ async def test_every_path_that_is_not_the_node_s_own_is_the_worker_s(config: Con
     node = Node(config, tokens={}, show_tracebacks=True, say=print, access_log=lambda *_: None)
     async with node, httpx.AsyncClient(transport=httpx.ASGITransport(node.app), base_url="http://node") as client:
         await node.deploy(config)
-        response = await client.get(path)
-    assert (response.status_code, response.text) == (200, str(response.request.url))
+        for path in ("/a%0Ab", "/healthz/", "/client/v4x", "/%1b[2J"):
+            response = await client.get(path)
+            assert (response.status_code, response.text) == (200, str(response.request.url))
 
 
 WORKER = """
@@ -202,11 +210,12 @@ async def test_a_worker_that_is_renamed_and_one_that_is_wrong(config: Config, tm
         assert "warning: renamed has no `queue` handler: messages of the queues that it consumes wait" in said
         assert "warning: renamed has no `scheduled` handler: its crons will fail" in said
 
-        (tmp_path / "public").mkdir()
+        (tmp_path / "out").symlink_to("/usr")
         for wrong, problem in [
             ({"triggers": TriggersConfig(["61 * * * *"])}, "'61' is no value of the minute"),
             ({"assets": AssetsConfig(tmp_path / "nothing")}, "there is no folder"),
             ({"assets": AssetsConfig(tmp_path)}, "keep code and assets in different folders"),
+            ({"assets": AssetsConfig(tmp_path / "out")}, "assets.directory: .* leads out of .*, to /usr, by a link"),
         ]:
             with pytest.raises(ConfigError, match=problem):
                 await node.deploy(replace(renamed, **wrong))

@@ -4,9 +4,11 @@ import os
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 
 from edge.config import AiConfig, Config, LimitsConfig, VersionMetadataConfig
+from edge.errors import ConfigError
 from edge.isolates.base import Binding
 from edge.node.bundle import bundle_of
 
@@ -45,6 +47,35 @@ def test_version_metadata_says_which_version_it_is(tmp_path: Path) -> None:
     assert (props["id"], props["tag"]) == (bundle.version, "")
     assert datetime.fromisoformat(props["timestamp"]) <= datetime.now(UTC)
     assert bundle_of(config).version == bundle.version
+
+
+def test_a_module_root_that_is_a_link_is_where_it_leads(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "worker.py").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert bundle_of(Config("shop", tmp_path / "link" / "worker.py")).root == str(tmp_path / "real")
+
+
+def test_a_module_root_may_not_leave_the_project_by_a_link(tmp_path: Path) -> None:
+    project, outside = tmp_path / "project", tmp_path / "outside"
+    for folder in (project / "lib", outside):
+        folder.mkdir(parents=True)
+        (folder / "worker.py").write_text("")
+    (project / "src").symlink_to(outside)
+    (project / "code").symlink_to("lib")
+    config = Config("shop", project / "src" / "worker.py", project / "edge.toml")
+    with pytest.raises(ConfigError, match=f"main: .*src leads out of .*project, to {outside}, by a link; name that"):
+        bundle_of(config)
+    for main in (project / "code" / "worker.py", outside / "worker.py"):
+        assert bundle_of(replace(config, main=main)).root == str(main.parent.resolve())
+
+
+def test_the_module_root_may_not_be_what_the_node_keeps_its_state_in(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text("")
+    (tmp_path / "state").symlink_to(".")
+    for state_dir in (tmp_path, tmp_path / "state"):
+        with pytest.raises(ConfigError, match="name another folder"):
+            bundle_of(Config("shop", tmp_path / "worker.py", state_dir=state_dir))
 
 
 def test_other_files_do_not_change_the_version(tmp_path: Path) -> None:

@@ -250,6 +250,13 @@ def test_old_layers_are_removed_unless_somebody_has_them(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["held", "young"]
 
 
+async def test_vendored_packages_may_not_be_a_link_out_of_the_project(project, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside")
+    (project / "python_modules").symlink_to(outside)
+    with pytest.raises(ConfigError, match=f"python_modules: .* leads out of .*, to {outside}, by a link"):
+        await prepared(project)
+
+
 @pytest.mark.slow
 async def test_vendored_packages(project):
     (project / "src" / "python_modules").mkdir(parents=True)

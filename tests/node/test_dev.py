@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -77,7 +78,7 @@ class Default(WorkerEntrypoint):
             await asyncio.sleep(0.01)
 """
 EdgeDev = Callable[..., tuple[str, Any]]
-HANGS = "import time\ntime.sleep(600)\n"
+HANGS = "import time\nprint('hangs')\ntime.sleep(600)\n"
 
 
 @pytest.fixture
@@ -90,22 +91,23 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_an_import_that_hangs_holds_up_neither_the_next_save_nor_the_end(project: Path, edge_dev: EdgeDev) -> None:
-    url, _ = edge_dev(project)
+    url, server = edge_dev(project)
     assert httpx.get(url).text == "one"
     (project / "worker.py").write_text(HANGS)
-    time.sleep(0.5)  # it is noticed and being imported
+    wait_for(lambda: "hangs" in server.output)
     (project / "worker.py").write_text(WORKER.format(answer="two"))
     wait_for(lambda: httpx.get(url).text == "two")
+    num_hanging = server.output.count("hangs")
     (project / "worker.py").write_text(HANGS)
-    time.sleep(0.5)
+    wait_for(lambda: server.output.count("hangs") > num_hanging)
 
 
 def test_an_import_that_hangs_at_the_start_can_be_interrupted(project: Path) -> None:
     (project / "worker.py").write_text(HANGS)
     server = subprocess.Popen([*EDGE, "dev", "--port", "0"], cwd=project, stderr=subprocess.PIPE, text=True)
     try:
-        wait_for((project / ".edge" / "ledger.sqlite").exists)
-        time.sleep(0.5)
+        assert server.stderr is not None
+        assert server.stderr.readline() == "hangs\n"
         server.send_signal(signal.SIGINT)
         _, errors = server.communicate(timeout=30)
     finally:
@@ -126,6 +128,17 @@ def test_an_answer_without_end_is_cut_at_the_end_without_noise(project: Path, ed
     server.stop()
     assert "/forever 200, cut short" in server.output
     assert "Traceback" not in server.output
+
+
+@pytest.mark.parametrize(("soft", "hard", "raised"), [(64, 200, 200), (100, 100, 100)])
+def test_the_limit_of_descriptors_is_raised_as_far_as_it_may(soft: int, hard: int, raised: int) -> None:
+    code = (
+        f"import resource as r; r.setrlimit(r.RLIMIT_NOFILE, ({soft}, {hard}))\n"
+        "from edge.node.dev import _raise_descriptor_limit; _raise_descriptor_limit()\n"
+        "print(r.getrlimit(r.RLIMIT_NOFILE))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output == f"({raised}, {hard})\n"
 
 
 def test_what_clients_send_does_not_reach_the_terminal_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,7 @@ class Default(WorkerEntrypoint):
             case "forever":
                 return Response(self.forever())
             case "slow":
+                print("slow began")
                 try:
                     await asyncio.sleep(600)
                 finally:
@@ -208,7 +209,7 @@ async def test_a_client_that_hangs_up_cancels_the_handler(site: Site, path: str)
     if path == "/forever":
         assert await reader.read(10)
     else:
-        await asyncio.sleep(0.2)
+        await site.wait_printed("slow began")
     writer.close()
     await writer.wait_closed()
     await site.wait_printed(f"{path[1:]} was cancelled")

@@ -178,3 +178,60 @@ async def test_a_peer_that_does_not_read_is_not_read_from():
         await asyncio.sleep(0.001)
     assert isinstance(await node.lost, FrameError)
     right.close()
+
+
+class CountedWrites:
+    """A transport that counts."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.num = 0
+        self._transport = channel._transport
+        channel._transport = self  # type: ignore[assignment]
+
+    def write(self, data: bytes) -> None:
+        self.num += 1
+        self._transport.write(data)
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+
+async def test_what_is_sent_in_one_turn_can_go_out_in_one_write():
+    async with pair(gathers=True) as (node, isolate):
+        writes = CountedWrites(node.channel)
+        for id in (1, 3, 5):
+            node.channel.send(Cancel(id))
+        assert writes.num == 0
+        assert node.channel.num_unsent_bytes > 0
+        await until(lambda: len(isolate.frames) == 3)
+        assert writes.num == 1
+        node.channel.send(Cancel(7))
+        await until(lambda: len(isolate.frames) == 4)
+        assert [frame.id for frame in isolate.frames] == [1, 3, 5, 7]
+
+
+async def test_answers_to_frames_that_came_together_go_out_together():
+    async with pair() as (node, isolate):
+        isolate.channel._on_frame = lambda frame: isolate.channel.send(Log(frame.id, "log", "heard"))
+        writes = CountedWrites(isolate.channel)
+        node.channel.send(Cancel(2), Cancel(4), Cancel(6))
+        await until(lambda: len(node.frames) == 3)
+        assert [frame.invocation for frame in node.frames] == [2, 4, 6]
+        assert writes.num == 1
+
+
+async def test_what_is_held_goes_out_before_the_end():
+    async with pair(gathers=True) as (node, isolate):
+        node.channel.send(Cancel(1))
+        node.channel.close()
+        await isolate.lost
+        assert [frame.id for frame in isolate.frames] == [1]
+
+
+async def test_not_much_is_held():
+    async with pair(gathers=True) as (node, _isolate):
+        writes = CountedWrites(node.channel)
+        for _ in range(40):
+            node.channel.send(Chunk(1, bytes(60_000)))
+        assert writes.num == 2
+        node.channel.fail(ConnectionResetError("enough"))

@@ -96,3 +96,46 @@ def test_a_turn_that_raises_counts():
     with pytest.raises(ZeroDivisionError):
         cpu.run(lambda: (burn(2), 1 / 0))
     assert cpu.us >= 2000
+
+
+def test_a_task_can_be_started_at_once(loop):
+    order: list[object] = []
+
+    async def work():
+        order.append(asyncio.current_task())
+        burn(10)
+        await asyncio.sleep(0)
+        order.append("second step")
+        burn(10)
+        return "done"
+
+    def start():
+        owner = Context(1)
+        context = contextvars.copy_context()
+        context.run(_runtime.context.set, owner)
+        task = loop.start_task(work(), context, owner._cpu)
+        order.append("started")
+        started.set_result((owner, task))
+
+    async def main():
+        loop.call_soon(start)
+        owner, task = await started
+        assert await task == "done"
+        assert order == [task, "started", "second step"]
+        assert owner._cpu.us / 1000 == pytest.approx(20, rel=0.2)
+
+    started = loop.create_future()
+    loop.run_until_complete(main())
+
+
+def test_a_task_that_is_started_at_once_can_be_done_at_once(loop):
+    async def work():
+        raise ValueError("wanted")
+
+    def start():
+        task = loop.start_task(work(), contextvars.copy_context(), CpuTime())
+        started.set_result(task.done() and str(task.exception()))
+
+    started = loop.create_future()
+    loop.call_soon(start)
+    assert loop.run_until_complete(started) == "wanted"

@@ -9,23 +9,22 @@ Calls of the binding: `fetch` with method, URL and header pairs; the answer is t
 
 from __future__ import annotations
 
-import asyncio
 import mimetypes
 import os
 import re
 import stat
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote_to_bytes, urlsplit
 
-import msgspec
-
+from edge.bindings.base import OneBody, parse
+from edge.bindings.storage import FileBody
 from edge.config import AssetsConfig
 from edge.errors import InvalidInput
 from edge.isolates.base import Binding, Bundle, StreamAnswer, WorkerKey
 
-PIECE_BYTES = 256 << 10
 _HIDDEN = frozenset({"_headers", "_redirects", "_worker.js"})
 _OWN_TYPES = {
     ".avif": "image/avif",
@@ -187,7 +186,7 @@ class Site:
         ]
         if asset.status == 200 and _lists(request.get("if-none-match", ""), etag):
             file.close()
-            return StreamAnswer(304, headers[:2], _Piece(b""))
+            return StreamAnswer(304, headers[:2], OneBody())
         status, start, end = asset.status, 0, found.st_size
         if status == 200 and (bounds := _bounds(request, etag, end)):
             status, (start, end) = 206, bounds
@@ -195,9 +194,8 @@ class Site:
         headers.append(("content-length", str(end - start)))
         if method == "HEAD":
             file.close()
-            return StreamAnswer(status, headers, _Piece(b""))
-        file.seek(start)
-        return StreamAnswer(status, headers, _Content(file, end - start))
+            return StreamAnswer(status, headers, OneBody())
+        return StreamAnswer(status, headers, FileBody(file, start, end - start))
 
 
 class Assets:
@@ -206,19 +204,40 @@ class Assets:
     def __init__(self) -> None:
         self.sites: dict[WorkerKey, Site] = {}
 
+    @contextmanager
+    def new_site(self, key: WorkerKey, site: Site | None) -> Iterator[None]:
+        """Give the worker `key` other assets, or none, while a version that has them takes over; if the block raises,
+        it keeps those that it had."""
+        before = self.sites.get(key)
+        if site is not None:  # before the first request reaches the new version
+            self.sites[key] = site
+        try:
+            yield
+        except BaseException:
+            site = before
+            raise
+        finally:
+            if site is None:
+                self.sites.pop(key, None)
+            else:
+                self.sites[key] = site
+
     async def call(
         self, caller: Bundle, binding: Binding, method: str, args: list[Any], body: AsyncIterator[bytes] | None
     ) -> StreamAnswer:
         """`fetch` of the binding; see above."""
         if method != "fetch":
             raise InvalidInput(f"an assets binding has no method {method[:40]!r}; it has fetch(method, url, headers)")
+        where = "fetch(method, url, headers)"
+        http_method, url, headers = parse(where, args, tuple[str, str, list[tuple[str, str]]])
         try:
-            http_method, url, headers = msgspec.convert(args, tuple[str, str, list[tuple[str, str]]])
             parts = urlsplit(url)
-            path = decoded_path(parts.path)
-        except ValueError as error:  # ValidationError is one
-            raise InvalidInput(f"the arguments of fetch(method, url, headers) are not right: {error}") from error
-        site = self.sites[caller.key]
+        except ValueError as error:
+            raise InvalidInput(f"{where}: {error}") from error
+        path = decoded_path(parts.path)
+        site = self.sites.get(caller.key)
+        if site is None:
+            raise InvalidInput("the worker has no assets any more; a new version without them has taken over")
         headers = [(name.lower(), value) for name, value in headers]
         return site.respond(site.asset(path), http_method.upper(), headers, parts.query)
 
@@ -274,44 +293,4 @@ def _bounds(request: dict[str, str], etag: str, size: int) -> tuple[int, int] | 
 def _text(status: int, text: str, headers: Sequence[tuple[str, str]] = ()) -> StreamAnswer:
     body = text.encode()
     own = [("content-type", "text/plain; charset=utf-8"), ("content-length", str(len(body)))]
-    return StreamAnswer(status, [*own, *headers], _Piece(body))
-
-
-class _Piece:
-    """A body in one piece."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def __aiter__(self) -> _Piece:
-        return self
-
-    async def __anext__(self) -> bytes:
-        if not self._data:
-            raise StopAsyncIteration
-        data, self._data = self._data, b""
-        return data
-
-
-class _Content:
-    """A body from a file, which is closed at its end, or by `aclose`."""
-
-    def __init__(self, file: BinaryIO, num_bytes: int) -> None:
-        self._file = file
-        self._num_left = num_bytes
-
-    def __aiter__(self) -> _Content:
-        return self
-
-    async def __anext__(self) -> bytes:
-        data = await asyncio.to_thread(self._file.read, min(PIECE_BYTES, self._num_left)) if self._num_left else b""
-        if not data:
-            self._file.close()
-            if self._num_left:  # it has become shorter: the length that was promised cannot be kept
-                raise ConnectionResetError("the file has become shorter while it was sent")
-            raise StopAsyncIteration
-        self._num_left -= len(data)
-        return data
-
-    async def aclose(self) -> None:
-        self._file.close()
+    return StreamAnswer(status, [*own, *headers], OneBody(body))

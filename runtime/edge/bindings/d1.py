@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import logging
 import re
 import sqlite3
 import sys
@@ -30,7 +31,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from edge.bindings.storage import BUSY_TIMEOUT_S, be_durable, check_space, folder_of, identity_of, parse
+from edge.bindings.base import parse
+from edge.bindings.storage import BUSY_TIMEOUT_S, be_durable, check_space, folder_of, identity_of
 from edge.errors import EdgeError, InvalidInput, OutOfCapacity, StorageUnavailable
 from edge.isolates.base import Binding, Bundle, JsonAnswer, StreamAnswer
 
@@ -96,6 +98,11 @@ _VERB = re.compile(rf"{_COMMENTS}([A-Za-z]+)", re.DOTALL)
 _READING = frozenset({"SELECT", "WITH", "VALUES", "EXPLAIN", "PRAGMA"})
 _WRITING_WORD = re.compile(r"\b(INSERT|UPDATE|DELETE|REPLACE)\b", re.IGNORECASE)
 _SCHEMA = frozenset({"CREATE", "ALTER", "DROP"})
+_NOT_THE_CALLER_S = frozenset(
+    {"SQLITE_BUSY", "SQLITE_CANTOPEN", "SQLITE_CORRUPT", "SQLITE_FULL", "SQLITE_IOERR", "SQLITE_NOTADB", "SQLITE_PERM"}
+)
+
+_log = logging.getLogger(__name__)
 
 
 class D1:
@@ -263,6 +270,7 @@ class _File:
                 raise _IsWrite from error
             raise _failure(error, deadline, None) from error
         except OSError as error:
+            _log.error("%s: %s", self._path, error)
             raise StorageUnavailable(
                 "D1_ERROR: the database cannot be opened: is the state folder writable?"
             ) from error
@@ -352,20 +360,22 @@ class _Connection:
         """As `D1.migrations`."""
         with self._transaction():
             self._make_migrations_table(table)
-            return self._database.execute(f"SELECT name, applied_at FROM {_quoted(table)} ORDER BY id").fetchall()
+            found, _ = self._execute(f"SELECT name, applied_at FROM {_quoted(table)} ORDER BY id", [], MAX_RESULT_BYTES)
+        return [tuple(row) for row in found["rows"]]
 
     def migrate(self, table: str, name: str, text: str) -> bool:
         """As `D1.migrate`."""
         with self._transaction():
             self._make_migrations_table(table)
-            if self._database.execute(f"SELECT 1 FROM {_quoted(table)} WHERE name = ?", (name,)).fetchone():
+            found, _ = self._execute(f"SELECT 1 FROM {_quoted(table)} WHERE name = ?", [name], MAX_RESULT_BYTES)
+            if found["rows"]:
                 return False
             for line, sql in split_statements(text):
                 try:
                     self._execute(sql, [], MAX_RESULT_BYTES)
                 except EdgeError as error:
                     raise _in_line(error, line) from error
-            self._database.execute(f"INSERT INTO {_quoted(table)} (name) VALUES (?)", (name,))
+            self._execute(f"INSERT INTO {_quoted(table)} (name) VALUES (?)", [name], 0)
         return True
 
     def _execute(self, sql: str, parameters: list[Any], max_bytes: int) -> tuple[dict[str, Any], int]:
@@ -408,10 +418,12 @@ class _Connection:
         return _Transaction(self._database, "BEGIN" if self.is_read else "BEGIN IMMEDIATE", self.deadline)
 
     def _make_migrations_table(self, table: str) -> None:
-        self._database.execute(
+        """A worker may have a view of that name, or triggers on the table: it is used as carefully as theirs."""
+        sql = (
             f"CREATE TABLE IF NOT EXISTS {_quoted(table)} (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE, "
             "applied_at TIMESTAMP DEFAULT CURRENT_TIMESTAMP NOT NULL)"
         )
+        self._execute(sql, [], 0)
 
     def _set_up(self) -> None:
         database = self._database
@@ -526,7 +538,8 @@ def _seems_to_write(sql: str) -> bool:
 
 
 _TOKEN = re.compile(
-    r"""'(?:[^']|'')*(?:'|$) | "(?:[^"]|"")*(?:"|$) | `(?:[^`]|``)*(?:`|$) | \[[^\]]*(?:\]|$)"""
+    # Possessive: how they repeat is not kept, which for a long text would be many times its size.
+    r"""'(?:[^']++|'')*+(?:'|$) | "(?:[^"]++|"")*+(?:"|$) | `(?:[^`]++|``)*+(?:`|$) | \[[^\]]*+(?:\]|$)"""
     r""" | (?P<blank>--[^\n]*|/\*.*?(?:\*/|$)|\s+) | (?P<word>\w+) | (?P<end>;) | .""",
     re.DOTALL | re.VERBOSE,
 )
@@ -585,11 +598,15 @@ def _failure(error: Exception, deadline: _Deadline, refusal: str | None) -> Edge
     if "number of bindings" in str(error):
         return InvalidInput(f"D1_ERROR: Wrong number of parameter bindings for SQL query. {error}")
     primary = "_".join(name.split("_")[:2])
-    return InvalidInput(f"D1_ERROR: {error}: {primary}" if primary else f"D1_ERROR: {error}")
+    text = f"D1_ERROR: {error}: {primary}" if primary else f"D1_ERROR: {error}"
+    if primary in _NOT_THE_CALLER_S:
+        _log.error("%s", text)
+        return StorageUnavailable(text)
+    return InvalidInput(text)
 
 
 def _in_line(error: EdgeError, line: int) -> EdgeError:
-    return InvalidInput(f"D1_EXEC_ERROR: Error in line {line}: {error.message.removeprefix('D1_ERROR: ')}")
+    return type(error)(f"D1_EXEC_ERROR: Error in line {line}: {error.message.removeprefix('D1_ERROR: ')}")
 
 
 def _code(error: sqlite3.Error) -> int:

@@ -28,16 +28,16 @@ from typing import IO, Any
 
 import msgspec
 
+from edge.bindings.base import OneBody, parse
 from edge.bindings.storage import (
     INLINE_BYTES,
     PIECE_BYTES,
     Databases,
     FileBody,
     Spool,
+    check_space,
     content_of,
     make_folder,
-    no_bytes,
-    parse,
 )
 from edge.errors import InvalidInput, RequestTooLarge
 from edge.isolates.base import Binding, Bundle, JsonAnswer, StreamAnswer
@@ -144,7 +144,7 @@ class _Namespace:
         name = _key("GET", key)
         found = await self._database.read(lambda database: self._copy(database, name))
         if found is None:
-            return StreamAnswer(404, [], no_bytes())
+            return StreamAnswer(404, [], OneBody())
         file, size, metadata = found
         return StreamAnswer(200, [], FileBody(file, 0, size), {"metadata": metadata})
 
@@ -220,6 +220,7 @@ class _Namespace:
 
     def _copy(self, database: sqlite3.Connection, name: bytes) -> tuple[IO[bytes], int, Any] | None:
         """A long value as a file of its own, so that a slow reader holds neither a transaction nor memory."""
+        check_space(self._database.folder)
         database.execute("BEGIN")
         try:
             row = database.execute(

@@ -126,6 +126,19 @@ class QueueStore:
 
         return await self._database.write(take)
 
+    async def waiting(self, name: str) -> list[Message]:
+        """All messages of the queue `name`, also delayed ones, but those in flight; they stay where they are."""
+
+        def waiting(connection: sqlite3.Connection) -> list[Message]:
+            rows = connection.execute(
+                "SELECT seq, id, sent_ms, attempts, body FROM messages WHERE queue = ? AND in_flight = 0 "
+                "ORDER BY visible_ms, seq",
+                (name,),
+            )
+            return [Message(*row) for row in rows]
+
+        return await self._database.read(waiting)
+
     async def settle(
         self, done: Sequence[int], retries: Sequence[Retry], dead: Sequence[int], dead_letter_queue: str, now_ms: int
     ) -> None:

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from edge.bindings.base import parse
 from edge.bindings.queue_store import Message, QueueStore, Retry
 from edge.bindings.storage import folder_name, folder_of
 from edge.config import QueueConsumerConfig
@@ -52,7 +53,7 @@ class _Outgoing(msgspec.Struct):
     content_type: Literal["json", "text", "bytes", "v8"] = "json"
 
 
-class _Outcome(msgspec.Struct):
+class Outcome(msgspec.Struct):
     """What a handler says of a batch; see `workers._wire.Event`."""
 
     acks: list[str] = []
@@ -67,9 +68,17 @@ class Queues:
         state_dir: of the node.
         deliver: gives an event to a worker.
         say: where a line for the operator goes.
+        clock: gives seconds since 1970: when messages were sent, and when those that nobody consumes are too old.
     """
 
-    def __init__(self, state_dir: Path, deliver: Deliver, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        state_dir: Path,
+        deliver: Deliver,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._clock = clock
         self._state_dir = state_dir
         self._deliver = deliver
         self._say = say
@@ -88,11 +97,11 @@ class Queues:
             )
         name = str(binding.props["queue"])
         messages = _checked(args[0])
-        now_ms = _now_ms()
+        now_ms = self._now_ms()
         default_s = binding.props.get("delay_s", 0)
         delays = [default_s if each.delay_s is None else each.delay_s for each in messages]
         bodies = [(each.body, now_ms + int(delay * 1000)) for each, delay in zip(messages, delays, strict=True)]
-        await self._store(caller.account).send(name, bodies, now_ms)
+        await self.store(caller.account).send(name, bodies, now_ms)
         if consumer := self._consumers.get((caller.account, name)):
             consumer.wake()
         return JsonAnswer(None)
@@ -127,7 +136,7 @@ class Queues:
         for place, config in wanted.items():
             if place not in self._consumers:
                 lock = self._folder(key[0]) / f"{folder_name(config.queue)}.lock"
-                self._consumers[place] = _Consumer(key, config, self._store(key[0]), lock, self._deliver, self._say)
+                self._consumers[place] = _Consumer(key, config, self.store(key[0]), lock, self._deliver, self._say)
 
     async def stop(self) -> None:
         """Consume no more. What is in flight is delivered again by whoever consumes next: that handlers end because the
@@ -144,20 +153,24 @@ class Queues:
             await store.close()
         self._stores.clear()
 
-    def _folder(self, account: str) -> Path:
-        return folder_of(self._state_dir, "queues", account, "all")
-
-    def _store(self, account: str) -> QueueStore:
+    def store(self, account: str) -> QueueStore:
+        """The messages of one account."""
         if account not in self._stores:
             self._stores[account] = QueueStore(self._folder(account))
             self._expiring = self._expiring or asyncio.create_task(self._expire())
         return self._stores[account]
 
+    def _folder(self, account: str) -> Path:
+        return folder_of(self._state_dir, "queues", account, "all")
+
+    def _now_ms(self) -> int:
+        return int(self._clock() * 1000)
+
     async def _expire(self) -> None:
         while True:
             for account, store in list(self._stores.items()):
                 with contextlib.suppress(EdgeError):  # whoever uses the file next is told
-                    if num_expired := await store.remove_expired(_now_ms()):
+                    if num_expired := await store.remove_expired(self._now_ms()):
                         self._say(f"warning: {num_expired} messages of the account {account} expired unconsumed")
             await asyncio.sleep(EXPIRY_INTERVAL_S)
 
@@ -286,17 +299,7 @@ class _Consumer:
             self._say(f"queue {config.queue}: {error.message}; trying again in {self._backoff_s:g} s")
             retries = [Retry(message.seq, _now_ms(), is_counted=False) for message in messages]
         else:
-            acks, delays = set(outcome.acks), dict(outcome.retries)
-            now_ms = _now_ms()
-            for message in messages:
-                if message.id not in delays and (message.id in acks or outcome.error is None):
-                    done.append(message.seq)
-                elif message.attempts > config.max_retries:
-                    dead.append(message.seq)
-                else:
-                    delay_s = delays.get(message.id)
-                    delay_ms = int((config.retry_delay if delay_s is None else delay_s) * 1000)
-                    retries.append(Retry(message.seq, now_ms + delay_ms))
+            done, dead, retries = settlement(config, messages, outcome, _now_ms())
         try:
             await self._store.settle(done, retries, dead, config.dead_letter_queue, _now_ms())
         except EdgeError as error:
@@ -306,28 +309,52 @@ class _Consumer:
             self._say(f"queue {config.queue}: {len(dead)} messages {whereto} after {config.max_retries} retries")
         self._wake.set()
 
-    async def _outcome_of(self, messages: list[Message]) -> _Outcome:
+    async def _outcome_of(self, messages: list[Message]) -> Outcome:
         """What the handler says of `messages`; that it failed if it says nothing that makes sense."""
-        listed = [
-            {"id": each.id, "timestamp": each.sent_ms, "body": each.body, "attempts": each.attempts}
-            for each in messages
-        ]
-        event = InboundEvent("queue", {"queue": self.config.queue, "messages": listed})
+        event = batch_event(self.config.queue, messages)
         started = time.perf_counter()
         try:
-            outcome = msgspec.convert(await self._deliver(self.key, event), _Outcome)
+            outcome = msgspec.convert(await self._deliver(self.key, event), Outcome)
         except _UNDELIVERABLE:
             raise
         except EdgeError as error:
             details = {"type": getattr(error, "type", ""), "traceback": getattr(error, "traceback", "")}
-            outcome = _Outcome(error={"message": error.message, **details})
+            outcome = Outcome(error={"message": error.message, **details})
         except msgspec.ValidationError as error:
-            outcome = _Outcome(error={"message": f"the handler's process answered in a way it must not: {error}"})
+            outcome = Outcome(error={"message": f"the handler's process answered in a way it must not: {error}"})
         elapsed_ms = (time.perf_counter() - started) * 1000
         retried = f", to be retried: {len(outcome.retries)}" if outcome.retries else ""
         state = "failed: " + _text(outcome.error) if outcome.error else f"ok{retried}"
         self._say(f"QUEUE {self.config.queue} ({len(messages)} messages) {state} ({elapsed_ms:.0f} ms)")
         return outcome
+
+
+def batch_event(queue: str, messages: Iterable[Message]) -> InboundEvent:
+    """The event that gives `messages` of `queue` to a handler, whose answer is an `Outcome`."""
+    listed = [
+        {"id": each.id, "timestamp": each.sent_ms, "body": each.body, "attempts": each.attempts} for each in messages
+    ]
+    return InboundEvent("queue", {"queue": queue, "messages": listed})
+
+
+def settlement(
+    config: QueueConsumerConfig, messages: Iterable[Message], outcome: Outcome, now_ms: int
+) -> tuple[list[int], list[int], list[Retry]]:
+    """What becomes of `messages`, by `seq`, after a handler has seen them: done, dead, to be delivered again."""
+    acks, delays = set(outcome.acks), dict(outcome.retries)
+    done: list[int] = []
+    dead: list[int] = []
+    retries: list[Retry] = []
+    for message in messages:
+        if message.id not in delays and (message.id in acks or outcome.error is None):
+            done.append(message.seq)
+        elif message.attempts > config.max_retries:
+            dead.append(message.seq)
+        else:
+            delay_s = delays.get(message.id)
+            delay_ms = int((config.retry_delay if delay_s is None else delay_s) * 1000)
+            retries.append(Retry(message.seq, now_ms + delay_ms))
+    return done, dead, retries
 
 
 def _is_locked(fd: int) -> bool:
@@ -344,10 +371,7 @@ def _text(error: dict[str, str]) -> str:
 
 
 def _checked(value: Any) -> list[_Outgoing]:
-    try:
-        messages = msgspec.convert(value, list[_Outgoing], builtin_types=(bytes,))
-    except msgspec.ValidationError as error:
-        raise InvalidInput(f"the messages for the queue are not right: {error}") from error
+    messages: list[_Outgoing] = parse("send(messages)", value, list[_Outgoing])
     if not 1 <= len(messages) <= MAX_BATCH_MESSAGES:
         raise InvalidInput(f"{len(messages)} messages were sent at once; it must be 1 to {MAX_BATCH_MESSAGES}")
     sizes = [len(message.body) for message in messages]

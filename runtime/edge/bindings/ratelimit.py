@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from edge.bindings.storage import parse
+from edge.bindings.base import parse
 from edge.errors import InvalidInput
 from edge.isolates.base import Binding, Bundle, JsonAnswer, StreamAnswer
 

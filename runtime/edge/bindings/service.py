@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-import msgspec
-
+from edge.bindings.base import OneBody, parse
 from edge.errors import EdgeError, InvalidInput, LoopDetected, UnknownWorker
 from edge.isolates.base import (
     Binding,
@@ -81,7 +80,7 @@ class Services:
     async def _fetch(
         self, caller: Bundle, binding: Binding, args: list[Any], body: AsyncIterator[bytes] | None
     ) -> StreamAnswer:
-        method, url, headers = _checked(args, tuple[str, str, list[tuple[str, str]]], "fetch(method, url, headers)")
+        method, url, headers = parse("fetch(method, url, headers)", args, tuple[str, str, list[tuple[str, str]]])
         request = InboundRequest(method, url, headers, body)
         response = await self._workers.fetch(
             (caller.account, str(binding.props["service"])),
@@ -89,10 +88,10 @@ class Services:
             entrypoint=str(binding.props.get("entrypoint", "")),
             props=binding.props.get("props", {}),
         )
-        return StreamAnswer(response.status, response.headers, response.body or _Empty())
+        return StreamAnswer(response.status, response.headers, response.body or OneBody())
 
     async def _rpc(self, caller: Bundle, binding: Binding, args: list[Any]) -> JsonAnswer:
-        method, packed = _checked(args, tuple[str, bytes], "rpc(method, args)")
+        method, packed = parse("rpc(method, args)", args, tuple[str, bytes])
         event = InboundEvent(
             "rpc",
             {"method": method, "args": packed},
@@ -103,20 +102,3 @@ class Services:
         if not isinstance(result, bytes):
             raise EdgeError(f"the process of the worker {binding.props['service']!r} gave a result that is none")
         return JsonAnswer(result)
-
-
-class _Empty:
-    """A body of nothing."""
-
-    def __aiter__(self) -> _Empty:
-        return self
-
-    async def __anext__(self) -> bytes:
-        raise StopAsyncIteration
-
-
-def _checked(args: list[Any], kind: Any, call: str) -> Any:
-    try:
-        return msgspec.convert(args, kind, builtin_types=(bytes,))
-    except msgspec.ValidationError as error:
-        raise InvalidInput(f"the arguments of {call} are not right: {error}") from error

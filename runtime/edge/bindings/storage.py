@@ -22,8 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self, TypeVar
 
-import msgspec
-
 from edge.errors import EdgeError, InvalidInput, StorageUnavailable
 from edge.isolates.base import Bundle
 
@@ -62,18 +60,6 @@ def folder_of(state_dir: Path, kind: str, account: str, id: str) -> Path:
     return state_dir / kind / folder_name(account) / folder_name(id)
 
 
-def parse(where: str, value: Any, shape: Any) -> Any:
-    """`value`, which comes from untrusted code, as the type `shape`.
-
-    Raises:
-        InvalidInput: it is of another type; the message begins with `where`.
-    """
-    try:
-        return msgspec.convert(value, shape, builtin_types=(bytes,))
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise InvalidInput(f"{where}: {error}") from error
-
-
 def content_of(what: str, data: bytes | None, body: AsyncIterator[bytes] | None) -> bytes | AsyncIterator[bytes]:
     """What is to be stored: `data` if it came with the call, else the body.
 
@@ -88,8 +74,8 @@ def content_of(what: str, data: bytes | None, body: AsyncIterator[bytes] | None)
     return content
 
 
-def check_space(folder: Path) -> None:
-    """Refuse to write where the node itself would soon have no disk left.
+def check_space(folder: Path | int) -> None:
+    """Refuse to write where the node itself would soon have no disk left: in a folder, or to an open file.
 
     Raises:
         StorageUnavailable: less than `MIN_FREE_BYTES` are free.
@@ -457,6 +443,7 @@ class Spool:
         with _failures_of("a body"):
             if self.file is None:
                 self.file = self._open_file()
+            check_space(self.file.fileno())
             self.file.write(self._buffer)
         self._buffer.clear()
 
@@ -511,9 +498,3 @@ class FileBody:
 
     def __del__(self) -> None:
         self._file.close()  # of an answer that was never asked for
-
-
-async def no_bytes() -> AsyncIterator[bytes]:
-    """The body of an answer without one."""
-    for _ in range(0):
-        yield b""

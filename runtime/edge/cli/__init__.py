@@ -17,7 +17,7 @@ from edge.errors import EdgeError
 
 COMMANDS = {
     "init": "Make a new worker: a handler, its configuration and a test.",
-    "dev": "Run the worker on this machine, reloading on save.",
+    "dev": "Run workers on this machine, reloading on save.",
     "models": "List, add and remove models.",
     "kv": "Read and write KV namespaces.",
     "d1": "Run SQL and migrations on D1 databases.",

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from edge.bindings.d1 import D1
-    from edge.config import D1Config
-    from edge.isolates.base import Bundle
+    from edge.config import Config, D1Config
 
 _TIMEOUT_S = 3600.0
 
@@ -57,12 +56,12 @@ def execute(database: str | None, sql: str | None, file: Path | None, as_json: b
         raise click.UsageError("give either --command SQL or --file FILE")
     if file is not None:
         text = _read(file)
-        done = _run(database, where, lambda d1, caller, found: d1.exec(caller, _id(found), text))
+        done = _run(database, where, lambda d1, config, found: d1.exec(caller_of(config), found.storage_id, text))
         rows = [{"statements": done["count"], "duration_ms": done["duration"]}]
         emit(rows, [Column("statements", "Statements"), Column("duration_ms", "Duration ms")], as_json=as_json)
         return
     statements = [[piece.sql, []] for piece in split_statements(sql or "")]
-    results = _run(database, where, lambda d1, caller, found: _query(d1, caller, found, statements))
+    results = _run(database, where, lambda d1, config, found: _query(d1, config, found, statements))
     if as_json:
         emit([_named(result) for result in results], (), as_json=True)
         return
@@ -86,11 +85,11 @@ def migrations() -> None:
 def apply_migrations(database: str | None, **where: Any) -> None:
     """Apply the migrations that DATABASE does not have yet, each whole or not at all."""
 
-    async def apply(d1: D1, caller: Bundle, found: D1Config) -> int:
+    async def apply(d1: D1, config: Config, found: D1Config) -> int:
         num_applied = 0
-        for path in _migration_files(_folder(found, **where)):
+        for path in _migration_files(_migrations_dir(config, found)):
             text = _read(path)
-            if await d1.migrate(caller, _id(found), found.migrations_table, path.name, text):
+            if await d1.migrate(caller_of(config), found.storage_id, found.migrations_table, path.name, text):
                 click.echo(f"{path.name} is applied", err=True)
                 num_applied += 1
         return num_applied
@@ -106,9 +105,9 @@ def apply_migrations(database: str | None, **where: Any) -> None:
 def list_migrations(database: str | None, as_json: bool, **where: Any) -> None:
     """List the migrations of DATABASE, and which of them were applied."""
 
-    async def read(d1: D1, caller: Bundle, found: D1Config) -> list[dict[str, Any]]:
-        applied = dict(await d1.migrations(caller, _id(found), found.migrations_table))
-        names = [path.name for path in _migration_files(_folder(found, **where))]
+    async def read(d1: D1, config: Config, found: D1Config) -> list[dict[str, Any]]:
+        applied = dict(await d1.migrations(caller_of(config), found.storage_id, found.migrations_table))
+        names = [path.name for path in _migration_files(_migrations_dir(config, found))]
         missing = [name for name in applied if name not in names]
         return [{"name": name, "applied_at": applied.get(name)} for name in missing + names]
 
@@ -125,8 +124,8 @@ def create_migration(arguments: tuple[str, ...], **where: Any) -> None:
     if len(arguments) > 2:
         raise click.UsageError("put a NAME of several words in quotes")
     *databases, name = arguments
-    _, found = _database(databases[0] if databases else None, **where)
-    folder = _folder(found, **where)
+    config, found = _database(databases[0] if databases else None, **where)
+    folder = _migrations_dir(config, found)
     folder.mkdir(parents=True, exist_ok=True)
     numbers = [int(match[1]) for path in _migration_files(folder) if (match := re.match(r"(\d+)_", path.name))]
     number = f"{max(numbers, default=0) + 1:04}"
@@ -136,12 +135,12 @@ def create_migration(arguments: tuple[str, ...], **where: Any) -> None:
 
 
 def _run(
-    database: str | None, where: dict[str, Any], work: Callable[[D1, Bundle, D1Config], Coroutine[Any, Any, T]]
+    database: str | None, where: dict[str, Any], work: Callable[[D1, Config, D1Config], Coroutine[Any, Any, T]]
 ) -> T:
     from edge.bindings.d1 import D1
 
     config, found = _database(database, **where)
-    return run_with(D1(config.state_dir, _TIMEOUT_S), lambda d1: work(d1, caller_of(config), found))
+    return run_with(D1(config.state_dir, _TIMEOUT_S), lambda d1: work(d1, config, found))
 
 
 def _database(database: str | None, config_path: Path | None, state_dir: Path | None) -> Any:
@@ -152,24 +151,19 @@ def _database(database: str | None, config_path: Path | None, state_dir: Path | 
     return config, config.d1_databases[pick("D1 database", database, entries)]
 
 
-def _id(database: D1Config) -> str:
-    return database.database_id or database.database_name or database.binding
-
-
-def _folder(database: D1Config, config_path: Path | None, state_dir: Path | None) -> Path:
-    path = read_config(config_path, state_dir).path
-    assert path is not None, "a configuration that was read has a path"
-    return path.parent / database.migrations_dir
+def _migrations_dir(config: Config, database: D1Config) -> Path:
+    return config.project / database.migrations_dir
 
 
 def _migration_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.sql"))
 
 
-async def _query(d1: D1, caller: Bundle, database: D1Config, statements: list[Any]) -> list[dict[str, Any]]:
+async def _query(d1: D1, config: Config, database: D1Config, statements: list[Any]) -> list[dict[str, Any]]:
     from edge.isolates.base import Binding
 
-    answer: Any = await d1.call(caller, Binding("d1", {"id": _id(database)}), "query", [statements], None)
+    binding = Binding("d1", {"id": database.storage_id})
+    answer: Any = await d1.call(caller_of(config), binding, "query", [statements], None)
     results: list[dict[str, Any]] = answer.value["results"]
     return results
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from msgspec.structs import replace
 
-from edge.cli.options import read_config
+from edge.cli.options import read_config, state_dir_option
 from edge.config import Config
 from edge.errors import UsageError
 
@@ -28,12 +28,7 @@ from edge.errors import UsageError
     help="The configuration file; else the first found from here upwards. With several, HTTP reaches the worker of the "
     "first, and the others are for its service bindings and queues.",
 )
-@click.option(
-    "--state-dir",
-    type=click.Path(file_okay=False, path_type=Path),
-    metavar="DIR",
-    help="Where models and the ledger live; over the file's state_dir.",
-)
+@state_dir_option
 def dev(
     port: int | None,
     ip: str | None,

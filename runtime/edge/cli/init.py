@@ -52,7 +52,7 @@ def _next_steps(folder: Path) -> Iterator[tuple[str, str]]:
     yield f"{edge} dev", "then: curl 'localhost:8787/?q=Hello'"
     if importlib.util.find_spec("pytest") is None:
         yield f"{python} -m pip install pytest", "once, for the next one"
-    yield f"{python} -m pytest", "tests the handler, without a model"
+    yield f"{python} -m pytest", "tests the worker, without a model"
 
 
 def _as_typed(program: str) -> str:
@@ -118,51 +118,28 @@ class Default(WorkerEntrypoint):
         return Response.json({"answer": result["response"]})
 ''',
     "tests/test_worker.py": '''\
-"""Calls the handler with an AI that gives a canned answer: fast, and without a model. To run it: python -m pytest"""
+"""Calls the worker with canned answers of the model: fast, and without a model. To run it: python -m pytest"""
 
-import asyncio
-from types import SimpleNamespace
-
-from worker import MODEL, Default
-from workers import Request
+MODEL = "@cf/meta/llama-3.2-1b-instruct"
 
 
-class CannedAI:
-    """Stands in for env.AI and remembers what it was asked."""
-
-    def __init__(self):
-        self.calls = []
-
-    async def run(self, model, inputs, options=None, **kwargs):
-        self.calls.append((model, inputs))
-        return {"response": "Paris."}
+def test_the_question_goes_to_the_model(worker, ai):
+    ai.answers(MODEL, "Paris.")
+    answer = worker.fetch("/?q=What+is+the+capital+of+France")
+    assert (answer.status, answer.json()) == (200, {"answer": "Paris."})
+    [call] = ai.calls
+    assert call.inputs["messages"] == [{"role": "user", "content": "What is the capital of France"}]
 
 
-def fetch(url, ai):
-    async def call():
-        response = await Default(None, SimpleNamespace(AI=ai, GREETING="Hello")).fetch(Request(url))
-        return response.status, await response.text()
-
-    return asyncio.run(call())
-
-
-def test_the_question_goes_to_the_model():
-    ai = CannedAI()
-    assert fetch("http://localhost/?q=What+is+the+capital+of+France", ai) == (200, \'{"answer": "Paris."}\')
-    [(model, inputs)] = ai.calls
-    assert model == MODEL
-    assert inputs["messages"] == [{"role": "user", "content": "What is the capital of France"}]
-
-
-def test_without_a_question_the_model_is_not_asked():
-    ai = CannedAI()
-    assert fetch("http://localhost/", ai) == (200, "Hello\\n")
+def test_without_a_question_the_model_is_not_asked(worker, env, ai):
+    env.override(GREETING="Hello")
+    answer = worker.fetch("/")
+    assert (answer.status, answer.text) == (200, "Hello\\n")
     assert ai.calls == []
 ''',
     "pyproject.toml": """\
 [tool.pytest.ini_options]
 testpaths = ["tests"]
-pythonpath = ["src"]
 """,
     ".gitignore": """\
 .edge/
@@ -181,7 +158,7 @@ and in another terminal:
 
     curl 'localhost:8787/?q=What+is+the+capital+of+France'
 
-`edge usage` and `edge bill` show what the calls used and cost. A test of the handler, without a model:
+`edge usage` and `edge bill` show what the calls used and cost. Tests of the worker, without a model:
 
     python -m pip install pytest
     python -m pytest

@@ -95,6 +95,8 @@ def get_key(key: str, **where: Any) -> None:
             sys.stdout.buffer.write(answer.value["value"])
             return
         stream: Any = await kv.call(caller, binding, "read", [key], None)
+        if stream.status == 404:
+            raise EdgeError(f"{key} was removed while it was read")
         async for piece in stream.body:
             sys.stdout.buffer.write(piece)
 
@@ -151,8 +153,7 @@ def _namespace(config_path: Path | None, state_dir: Path | None, binding: str | 
     config = read_config(config_path, state_dir)
     if namespace_id is None:
         entries = [[each.binding] for each in config.kv_namespaces]
-        chosen = config.kv_namespaces[pick("KV namespace", binding, entries)]
-        namespace_id = chosen.id or chosen.binding
+        namespace_id = config.kv_namespaces[pick("KV namespace", binding, entries)].storage_id
     return config, caller_of(config), Binding("kv", {"id": namespace_id})
 
 

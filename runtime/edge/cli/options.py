@@ -16,24 +16,25 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def config_options(command: F) -> F:
     """Add `--config` and `--state-dir`; the command gets them as `config_path` and `state_dir`."""
-    for option in (
-        click.option(
-            "--state-dir",
-            type=click.Path(file_okay=False, path_type=Path),
-            metavar="DIR",
-            help="Where models and the ledger live; over the file's state_dir.",
-        ),
-        click.option(
-            "-c",
-            "--config",
-            "config_path",
-            type=click.Path(path_type=Path),
-            metavar="FILE",
-            help="The configuration file; else the first found from here upwards.",
-        ),
-    ):
-        command = option(command)
-    return command
+    config_option = click.option(
+        "-c",
+        "--config",
+        "config_path",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="The configuration file; else the first found from here upwards.",
+    )
+    return config_option(state_dir_option(command))
+
+
+def state_dir_option(command: F) -> F:
+    """Add `--state-dir`; the command gets it as `state_dir`."""
+    return click.option(
+        "--state-dir",
+        type=click.Path(file_okay=False, path_type=Path),
+        metavar="DIR",
+        help="Where models and the ledger live; over the file's state_dir.",
+    )(command)
 
 
 def json_option(command: F) -> F:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from edge.bindings.r2 import R2
+    from edge.config import Config
 
 _COLUMNS = [
     Column("key", "Key"),
@@ -33,8 +34,8 @@ _COLUMNS = [
 def r2() -> None:
     """Read and write R2 buckets.
 
-    They live in the state directory, beside the configuration file: `.edge/r2`. An `edge dev` that is running sees
-    every change at once.
+    They live in the state directory, beside the configuration file: `.edge/r2`; those that the configuration places in
+    S3, there. An `edge dev` that is running sees every change at once.
     """
 
 
@@ -63,10 +64,8 @@ def put_object(path: str, file: Path | None, pipe: bool, content_type: str | Non
     config, caller, binding, key = _object(path, **where)
     metadata = {"contentType": content_type or mimetypes.guess_type(key)[0]}
     body = _stdin() if file is None else pieces_of(file)
-    from edge.bindings.r2 import R2
-
     args = [key, None, {"httpMetadata": metadata}]
-    answer: Any = run_with(R2(config.state_dir), lambda r2: r2.call(caller, binding, "put", args, body))
+    answer: Any = run_with(_provider(config), lambda r2: r2.call(caller, binding, "put", args, body))
     click.echo(f"{path} is stored ({format_bytes(answer.value['size'])})", err=True)
 
 
@@ -79,8 +78,6 @@ def put_object(path: str, file: Path | None, pipe: bool, content_type: str | Non
 @_bucket_options
 def get_object(path: str, file: Path | None, pipe: bool, **where: Any) -> None:
     """Write an object to a file, or to stdout."""
-    from edge.bindings.r2 import R2
-
     config, caller, binding, key = _object(path, **where)
     target = None if pipe else file or Path(Path(key).name)
 
@@ -107,7 +104,7 @@ def get_object(path: str, file: Path | None, pipe: bool, **where: Any) -> None:
         body: AsyncIterator[bytes] = answer.body
         return body
 
-    run_with(R2(config.state_dir), read)
+    run_with(_provider(config), read)
     if target is not None:
         click.echo(f"{path} is in {target}", err=True)
 
@@ -117,10 +114,8 @@ def get_object(path: str, file: Path | None, pipe: bool, **where: Any) -> None:
 @_bucket_options
 def delete_object(path: str, **where: Any) -> None:
     """Remove an object."""
-    from edge.bindings.r2 import R2
-
     config, caller, binding, key = _object(path, **where)
-    run_with(R2(config.state_dir), lambda r2: r2.call(caller, binding, "delete", [[key]], None))
+    run_with(_provider(config), lambda r2: r2.call(caller, binding, "delete", [[key]], None))
     click.echo(f"{path} is removed", err=True)
 
 
@@ -131,8 +126,6 @@ def delete_object(path: str, **where: Any) -> None:
 @_bucket_options
 def list_objects(bucket: str | None, prefix: str, as_json: bool, **where: Any) -> None:
     """List the objects of BUCKET; by default of the only one."""
-    from edge.bindings.r2 import R2
-
     config, caller, binding = _bucket(bucket, **where)
     include = ["httpMetadata", "customMetadata"]
 
@@ -147,7 +140,7 @@ def list_objects(bucket: str | None, prefix: str, as_json: bool, **where: Any) -
             if cursor is None:
                 return rows
 
-    rows = run_with(R2(config.state_dir), read)
+    rows = run_with(_provider(config), read)
     shown = rows if as_json else [{**row, **_for_people(row)} for row in rows]
     emit(shown, _COLUMNS, as_json=as_json, footer="" if rows else "No objects.")
 
@@ -164,9 +157,17 @@ def _bucket(bucket: str | None, config_path: Path | None, state_dir: Path | None
     from edge.isolates.base import Binding
 
     config = read_config(config_path, state_dir)
-    entries = [[each.bucket_name or each.binding, each.binding] for each in config.r2_buckets]
+    entries = [[each.storage_id, each.binding] for each in config.r2_buckets]
     chosen = config.r2_buckets[pick("R2 bucket", bucket, entries)]
-    return config, caller_of(config), Binding("r2", {"id": chosen.bucket_name or chosen.binding})
+    return config, caller_of(config), Binding("r2", {"id": chosen.storage_id})
+
+
+def _provider(config: Config) -> R2:
+    from edge.bindings.r2 import R2
+
+    provider = R2(config.state_dir)
+    provider.use_s3((config.account_id, config.name), config.s3_buckets)
+    return provider
 
 
 async def _stdin() -> AsyncIterator[bytes]:

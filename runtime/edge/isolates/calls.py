@@ -9,6 +9,7 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from edge.errors import EdgeError, OutOfCapacity, TooManySubrequests
 from edge.isolates.base import Bindings, Bundle, JsonAnswer, StreamAnswer
@@ -18,6 +19,8 @@ from workers._wire import Abort, AiRun, Call, CallFailed, FrameError, Result, Re
 
 MAX_CALLS = 1000
 """Calls that the handlers of one isolate may have open at once."""
+MAX_HELD_BYTES = 64 << 20
+"""Of their arguments; bodies wait in the isolate."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ class Calls:
         self._count = count
         self._context_of = context_of
         self._open: dict[int, _Call] = {}
+        self._held_bytes = 0
 
     def start(self, frame: Request) -> None:
         """Begin to answer `frame`, which has just arrived."""
@@ -55,6 +59,7 @@ class Calls:
         if id % 2 == 0 or id in self._open:
             self._channel.fail(FrameError(f"call id {id} is even or in use"))
             return
+        size = _size_of(frame)
         limit = self._bundle.limits.subrequests
         num_made = self._count(frame.invocation)
         if num_made > limit:
@@ -67,13 +72,22 @@ class Calls:
             )
         elif len(self._open) >= MAX_CALLS:
             self._refuse(id, OutOfCapacity(f"this worker has {MAX_CALLS} calls open already; await some of them first"))
+        elif self._held_bytes + size > MAX_HELD_BYTES:
+            self._refuse(
+                id,
+                OutOfCapacity(
+                    f"the calls that this worker has open would hold {self._held_bytes + size >> 20} MB of arguments "
+                    f"with this one, and may hold {MAX_HELD_BYTES >> 20}; await some of them first, or send bodies"
+                ),
+            )
         else:
             has_body = not isinstance(frame, AiRun) and frame.has_body
             body = self._channel.receive_body(id) if has_body else None
             task = asyncio.get_running_loop().create_task(
                 self._answer(frame, body), context=self._context_of(frame.invocation)
             )
-            self._open[id] = _Call(frame.invocation, task)
+            self._open[id] = _Call(frame.invocation, task, size)
+            self._held_bytes += size
             task.add_done_callback(lambda _: self._end(id))
 
     def cancel(self, id: int) -> None:
@@ -93,7 +107,7 @@ class Calls:
             call.cancel()
 
     def _end(self, id: int) -> None:
-        del self._open[id]
+        self._held_bytes -= self._open.pop(id).size
         self._channel.forget_body(id)
 
     async def _answer(self, frame: Request, body: Incoming | None) -> None:
@@ -145,14 +159,36 @@ class Calls:
 
 
 class _Call:
-    def __init__(self, invocation: int, task: asyncio.Task[None]) -> None:
+    def __init__(self, invocation: int, task: asyncio.Task[None], size: int) -> None:
         self.invocation = invocation
+        self.size = size
         self._task = task
 
     def cancel(self) -> None:
         """Stop it, once: a second time would break off the closing of its connection."""
         if not self._task.cancelling():
             self._task.cancel()
+
+
+def _size_of(frame: Request) -> int:
+    """About how many bytes the node holds for `frame` until it is answered."""
+    match frame:
+        case AiRun():
+            return _size(frame.inputs) + _size(frame.options)
+        case Call():
+            return _size(frame.args)
+        case Subrequest():
+            return len(frame.url) + _size(frame.headers)
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(_size(key) + _size(item) + 16 for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return sum(_size(item) + 8 for item in value)
+    return 8
 
 
 async def _close(body: AsyncIterator[bytes]) -> None:

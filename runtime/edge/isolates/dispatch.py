@@ -5,6 +5,7 @@ It knows nothing about HTTP servers, models or money.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from edge.config import IsolatesConfig
@@ -54,6 +55,7 @@ class Isolates:
         config: how many processes there may be, under which sandbox.
         on_invocation: called with what each invocation used, once it is over.
         hidden_paths: files and folders of the node that no handler may see.
+        spawner: what makes the processes; default: a zygote of this node's.
     """
 
     def __init__(
@@ -64,11 +66,12 @@ class Isolates:
         *,
         on_invocation: OnInvocation = lambda _: None,
         hidden_paths: tuple[str, ...] = (),
+        spawner: Spawner | None = None,
     ) -> None:
         self._config = config = config or IsolatesConfig()
-        self._hidden_paths = hidden_paths
+        self._hidden_paths = tuple(map(os.path.realpath, hidden_paths))  # as the roots of bundles are
         policy = config.sandbox or "best-effort"
-        self._spawner = Spawner(policy, config.preload)
+        self._spawner = spawner or Spawner(policy, config.preload)
         self._egress = Egress()
         self._owner = Owner(
             spawner=self._spawner,
@@ -165,6 +168,11 @@ class Isolates:
     def zygote_pid(self) -> int | None:
         """The process that forks, or None."""
         return self._spawner.pid
+
+    @property
+    def spare_pid(self) -> int | None:
+        """The process that waits for the next worker that needs one, or None."""
+        return self._spawner.spare_pid
 
     def _worker(self, key: WorkerKey) -> Worker:
         worker = self._workers.get(key)

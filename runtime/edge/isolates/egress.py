@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import re
 import socket
 import ssl
 import zlib
@@ -29,6 +30,8 @@ from edge.isolates.egress_rules import Address, Denied, Rules
 MAX_REDIRECTS = 20
 REPLAYABLE_BYTES = 1 << 20
 """Bodies up to this size are read first, so that they can be sent again when a redirect asks for that."""
+MAX_HELD_BYTES = 16 << 20
+"""Of bodies that were read first, of one worker; what goes beyond is streamed."""
 CONNECT_TIMEOUT_S = 10.0
 MAX_CONNECTIONS = 256
 """Of one worker."""
@@ -46,6 +49,7 @@ _DEFAULT_HEADERS = (
     *((b"accept", b"*/*"), (b"accept-encoding", b"gzip, deflate")),
     (b"user-agent", b"edge-workers-ai"),
 )
+_FORBIDDEN_METHODS = frozenset({"CONNECT", "TRACE", "TRACK"})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _NOT_SENT = frozenset({"connection", "expect", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"})
 _NOT_RECEIVED = frozenset({"connection", "keep-alive", "trailer", "transfer-encoding", "upgrade"})
@@ -139,6 +143,7 @@ class _Client:
 
     def __init__(self, config: EgressConfig, tls: ssl.SSLContext, resolve: Resolve, traffic: Traffic) -> None:
         self._config = config
+        self._held_bytes = 0
         self._timeout = httpx.Timeout(config.timeout_s, connect=CONNECT_TIMEOUT_S, pool=CONNECT_TIMEOUT_S)
         self._transport = _Transport(_Network(Rules(config), resolve, traffic), tls)
 
@@ -150,12 +155,21 @@ class _Client:
         body: AsyncIterator[bytes] | None,
         redirect: str,
     ) -> tuple[StreamAnswer, str]:
+        content: Any = body
+        held = 0
         try:
-            content = await _replayable(body, headers)
+            if body is not None and (length := _length(headers)) is not None:
+                content = _measured(body, length)
+                if length <= min(REPLAYABLE_BYTES, MAX_HELD_BYTES - self._held_bytes):
+                    held = length
+                    self._held_bytes += held
+                    content = b"".join([chunk async for chunk in content])
             request = self._request(method, httpx.URL(url), _sent(headers), content)
             response = await self._send(request, content, redirect)
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, Denied, ValueError, OSError) as error:
             raise self._failure(method, url, error) from error
+        finally:
+            self._held_bytes -= held
         decoder = _decoder(response)
         stream = _Body(response, decoder, self._config.max_response_mb << 20, lambda e: self._failure(method, url, e))
         return StreamAnswer(response.status_code, _received(response, decoder), stream), str(response.url)
@@ -170,6 +184,8 @@ class _Client:
     def _request(self, method: str, url: httpx.URL, headers: list[tuple[bytes, bytes]], content: Any) -> httpx.Request:
         if url.scheme not in ("http", "https"):
             raise ValueError("only http:// and https:// URLs can be fetched")
+        if method.upper() in _FORBIDDEN_METHODS:
+            raise ValueError(f"requests with the method {method.upper()} cannot be fetched")
         named = {name.lower() for name, _ in headers}
         headers = [*headers, *(default for default in _DEFAULT_HEADERS if default[0] not in named)]
         timeout = {"timeout": self._timeout.as_dict()}
@@ -422,16 +438,10 @@ def _origin(url: httpx.URL) -> tuple[str, bytes, int | None]:
     return url.scheme, url.raw_host, port
 
 
-async def _replayable(
-    body: AsyncIterator[bytes] | None, headers: list[tuple[str, str]]
-) -> AsyncIterator[bytes] | bytes | None:
-    length = next((value for name, value in headers if name.lower() == "content-length"), "")
-    if body is None or not length.isdecimal():
-        return body
-    measured = _measured(body, int(length))
-    if int(length) > REPLAYABLE_BYTES:
-        return measured
-    return b"".join([chunk async for chunk in measured])
+def _length(headers: list[tuple[str, str]]) -> int | None:
+    """What the headers say of the body's length."""
+    text = next((value for name, value in headers if name.lower() == "content-length"), "")
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 async def _measured(body: AsyncIterator[bytes], length: int) -> AsyncIterator[bytes]:

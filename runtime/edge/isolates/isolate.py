@@ -185,7 +185,9 @@ class Isolate:
         started = isolate._loop.time()
         isolate.pid, sock = await owner.spawner.fork(spec, isolate._on_exit)
         isolate._gauge = Gauge(isolate.pid)
-        isolate._channel = await Channel.open(sock, ToNode, isolate._on_frame, isolate._on_lost, wait_for_reader=True)
+        isolate._channel = await Channel.open(
+            sock, ToNode, isolate._on_frame, isolate._on_lost, wait_for_reader=True, gathers=True
+        )
         isolate._calls = Calls(
             isolate._channel, bundle, owner.bindings, owner.egress, isolate._count_call, isolate._context_of
         )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
-import shutil
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from edge.isolates.sandbox import NUM_THREADS, ForkSpec
+from edge.isolates import tmp_folders
+from edge.isolates.sandbox import NUM_THREADS
 from edge.isolates.sandbox.cgroups import Group, Groups
+from edge.isolates.sandbox.layers import TMP_MB
 from edge.isolates.zygote import CAN_CHANGE_USER, HAS_OWN_MOUNTS
 
 _PREFIX = "edge-isolates-"
@@ -33,6 +36,8 @@ class Places:
         self._mount_point.mkdir(0o700)
         self._groups, self.why_no_cgroup = _groups() if policy != "none" else (None, "the policy is none")
         self._admitting = asyncio.Lock()
+        self._clearing = ThreadPoolExecutor(1, "places")
+        self._folder_numbers = itertools.count()
         self._free: list[int] = []
         self._num_made = 0
         self._taken: dict[int, Place] = {}
@@ -40,7 +45,7 @@ class Places:
         """What the zygote says it can do."""
 
     def take(self) -> Place:
-        """A place for a process that is about to be forked."""
+        """A place for a process that is about to be forked. Raises OSError."""
         if not self._free:
             self._free.append(self._num_made)
             self._num_made += 1
@@ -48,7 +53,7 @@ class Places:
         uid = _uid_of(number) if self.abilities & CAN_CHANGE_USER else 0
         if self.has_own_mounts:  # each process mounts a folder of its own there
             return Place(self, number, str(self._mount_point), uid)
-        folder = self._folder / str(number)
+        folder = self._folder / str(next(self._folder_numbers))
         folder.mkdir(0o700)
         if uid:
             os.chown(folder, uid, uid)
@@ -61,32 +66,35 @@ class Places:
 
     def over_their_size(self) -> list[int]:
         """The processes with more in their folders than they may have."""
-        return [pid for pid, place in list(self._taken.items()) if place.tmp_bytes < _num_bytes(place.tmp_dir)]
+        return [pid for pid, place in list(self._taken.items()) if tmp_folders.num_bytes(place.tmp_dir) > TMP_MB << 20]
 
-    async def admit(self, place: Place, pid: int, spec: ForkSpec) -> None:
+    async def admit(self, place: Place, pid: int) -> None:
         """Put a process that was just forked into a control group. Raises OSError."""
-        place.pid, place.tmp_bytes = pid, spec.tmp_mb << 20
+        place.pid = pid
         self._taken[pid] = place
         if self._groups is None:
             return
-        memory_bytes = (spec.memory_mb + spec.tmp_mb << 20) + GROUP_HEADROOM_BYTES
         async with self._admitting:
-            place.group = await asyncio.to_thread(self._admit, pid, memory_bytes)
+            place.group = await asyncio.to_thread(self._admit, pid)
 
-    def _admit(self, pid: int, memory_bytes: int) -> Group:
+    def _admit(self, pid: int) -> Group:
         assert self._groups is not None
         group = self._groups.take()
-        group.admit(pid, memory_bytes, NUM_THREADS)
+        try:
+            group.admit(pid, NUM_THREADS)
+        except OSError:
+            group.remove()
+            raise
         return group
 
     def give_back(self, place: Place) -> None:
-        """What is in its folder is left by code that nobody trusts; `rmtree` follows no link."""
+        """Its process is gone: clear away what it had, which may take a while."""
         if place.tmp_dir != str(self._mount_point):
-            shutil.rmtree(place.tmp_dir, ignore_errors=True)
+            self._clearing.submit(tmp_folders.remove, place.tmp_dir)
         self._free.append(place.number)
         self._taken.pop(place.pid, None)
         if self._groups is not None and place.group is not None:
-            asyncio.get_running_loop().run_in_executor(None, self._replace, place.group)
+            self._clearing.submit(self._replace, place.group)
 
     def _replace(self, group: Group) -> None:
         assert self._groups is not None
@@ -96,9 +104,10 @@ class Places:
 
     def remove(self) -> None:
         """Remove all folders and groups; the processes have to be gone."""
+        self._clearing.shutdown()
         if self._groups is not None:
             self._groups.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        tmp_folders.remove(str(self._folder))
 
 
 class Place:
@@ -111,7 +120,11 @@ class Place:
         self.uid = uid
         self.group: Group | None = None
         self.pid = 0
-        self.tmp_bytes = 0
+
+    def limit_memory(self, memory_mb: int) -> None:
+        """Let its process have that much, and its files. Raises OSError."""
+        if self.group is not None:
+            self.group.limit_memory((memory_mb + TMP_MB << 20) + GROUP_HEADROOM_BYTES)
 
     def give_back(self) -> None:
         """Its process is gone."""
@@ -124,19 +137,7 @@ def _remove_leftovers(parent: Path) -> None:
         pid = folder.name.removeprefix(_PREFIX).split("-")[0]
         with suppress(OSError):
             if folder.lstat().st_uid == os.getuid() and not Path("/proc", pid).exists():
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _num_bytes(folder: str) -> int:
-    """What a folder takes on the disk, as far as it can be seen while somebody changes it; each file counts a page."""
-    total = 0
-    with suppress(OSError):
-        for entry in os.scandir(folder):
-            with suppress(OSError):
-                if entry.is_dir(follow_symlinks=False):
-                    total += _num_bytes(entry.path)
-                total += max(entry.stat(follow_symlinks=False).st_blocks * 512, 4096)
-    return total
+                tmp_folders.remove(str(folder))
 
 
 def _groups() -> tuple[Groups | None, str]:

@@ -18,7 +18,7 @@ import msgspec
 
 from edge.errors import IsolateLost
 from edge.isolates.output import Output
-from edge.isolates.places import Places
+from edge.isolates.places import Place, Places
 from edge.isolates.sandbox import KEPT_VARIABLES, LIBRARY_SETTINGS, ForkSpec, Plan
 from edge.isolates.zygote import (
     EXITED,
@@ -26,9 +26,10 @@ from edge.isolates.zygote import (
     FORK_FAILED,
     FORKED,
     KILL,
-    MAX_PLAN_BYTES,
+    MAX_SPEC_BYTES,
     MESSAGE,
     READY,
+    SPEC_LENGTH,
 )
 
 __all__ = ["ForkSpec", "OnExit", "Spawner"]
@@ -36,6 +37,8 @@ __all__ = ["ForkSpec", "OnExit", "Spawner"]
 START_TIMEOUT_S = 30.0
 # The interpreter needs the last two where it is not installed in a standard place.
 _ZYGOTE_VARIABLES = (*KEPT_VARIABLES, "LD_LIBRARY_PATH", "PYTHONPATH")
+SPARE_DELAY_S = 0.05
+"""How long after a process was needed the next spare one is made: the first one is to have the processor until then."""
 WATCH_S = 0.25
 """How often the size of temporary folders is looked at that are no mounts of their own."""
 
@@ -45,8 +48,28 @@ OnExit = Callable[[int], None]
 """Called with the exit code of a process; negative: the number of the signal that killed it."""
 
 
+class _Child:
+    """A forked process, which may not know yet what it is for."""
+
+    def __init__(self, place: Place, sock: socket.socket) -> None:
+        self.place = place
+        self.sock = sock
+        """The node's end."""
+        self.pid = 0
+        self.on_exit: OnExit = lambda _: None
+        self.is_gone = False
+
+    def after_exit(self, code: int) -> None:
+        self.is_gone = True
+        self.place.give_back()
+        self.on_exit(code)
+
+
 class Spawner:
     """Forks handler processes. Must be used from the thread that lives as long as the node: the zygote dies with it.
+
+    From the first process on there is a spare one, forked and in its sandbox but for the layers that depend on what it
+    is for; it holds nobody's code, and is what the next request for a process gets.
 
     Args:
         policy: which layers of the sandbox there are to be (`edge.isolates.sandbox.layers.POLICIES`). The caller
@@ -65,8 +88,10 @@ class Spawner:
         self._places: Places | None = None
         self._output: Output | None = None
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, tuple[asyncio.Future[int], OnExit]] = {}
-        self._on_exit: dict[int, OnExit] = {}
+        self._waiting: dict[int, tuple[asyncio.Future[int], _Child]] = {}
+        self._children: dict[int, _Child] = {}
+        self._spare: _Child | None = None
+        self._making_spare: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -75,6 +100,11 @@ class Spawner:
     def pid(self) -> int | None:
         """The zygote's pid, or None if none is running."""
         return self._zygote.pid if self._zygote is not None and self._control is not None else None
+
+    @property
+    def spare_pid(self) -> int | None:
+        """The process that waits for a use, or None."""
+        return self._spare.pid if self._spare is not None and not self._spare.is_gone else None
 
     async def start(self) -> None:
         """Start a zygote, unless one is running.
@@ -95,22 +125,25 @@ class Spawner:
         Raises:
             IsolateLost: no process could be had.
         """
-        for attempt in range(2):
-            await self.start()
-            ours, theirs = socket.socketpair()
-            try:
-                return await self._fork(theirs, spec, on_exit), ours
-            except BaseException as error:
-                ours.close()  # ends the child, should there be one after all
-                if not isinstance(error, IsolateLost) or attempt == 1 or self._control is not None:
-                    raise
-            finally:
-                theirs.close()
-        raise AssertionError("unreachable")
+        data = msgspec.msgpack.encode(spec)
+        if len(data) > MAX_SPEC_BYTES:
+            raise IsolateLost(f"the paths that the process is to read take {len(data)} bytes, over {MAX_SPEC_BYTES}")
+        child = await self._next_child()
+        child.on_exit = on_exit
+        try:
+            child.place.limit_memory(spec.memory_mb)
+            child.sock.sendall(SPEC_LENGTH.pack(len(data)) + data)
+        except OSError as error:
+            self.kill(child.pid)
+            child.sock.close()
+            raise IsolateLost(f"a handler process could not be put to use: {error}") from error
+        if self._making_spare is None:
+            self._making_spare = asyncio.create_task(self._make_spare())
+        return child.pid, child.sock
 
     def kill(self, pid: int) -> None:
         """SIGKILL a process that `fork` made; harmless if it has ended."""
-        if self._control is not None and pid in self._on_exit:
+        if self._control is not None and pid in self._children:
             with suppress(OSError):  # a dead zygote's children die anyway
                 self._control.send(MESSAGE.pack(KILL, 0, 0, pid))
 
@@ -118,8 +151,9 @@ class Spawner:
         """End the zygote and, with it, every process that it forked."""
         async with self._starting:
             self._is_closed = True
-            if self._watching is not None:
-                self._watching.cancel()
+            for task in (self._watching, self._making_spare):
+                if task is not None:
+                    task.cancel()
             self._disconnect("the node is stopping")
             await self._reap()
 
@@ -149,41 +183,68 @@ class Spawner:
                 "is the machine overloaded?"
             ) from None
 
-    async def _fork(self, theirs: socket.socket, spec: ForkSpec, on_exit: OnExit) -> int:
+    async def _next_child(self) -> _Child:
+        """The spare process, or a new one."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            if not spare.is_gone:
+                return spare
+            spare.sock.close()
+        for attempt in range(2):
+            await self.start()
+            try:
+                return await self._fork(is_spare=False)
+            except IsolateLost:
+                if attempt == 1 or self._control is not None:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def _make_spare(self) -> None:
+        try:
+            await asyncio.sleep(SPARE_DELAY_S)
+            if self._control is not None and self._spare is None:
+                self._spare = await self._fork(is_spare=True)
+        except IsolateLost as error:  # whoever needs a process will try to fork one
+            logger.info("no spare process: %s", error)
+        finally:
+            self._making_spare = None
+
+    async def _fork(self, *, is_spare: bool) -> _Child:
         assert self._control is not None
         assert self._places is not None
         places = self._places
-        place = places.take()
+        try:
+            place = places.take()
+        except OSError as error:
+            raise IsolateLost(f"no temporary folder for a handler process can be made: {error}") from error
+        ours, theirs = socket.socketpair()
+        child = _Child(place, ours)
         number = next(self._numbers)
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-        def after_exit(code: int) -> None:
-            place.give_back()
-            on_exit(code)
-
-        self._waiting[number] = answer, after_exit
+        self._waiting[number] = answer, child
+        plan = Plan(child.place.tmp_dir, child.place.uid, places.why_no_cgroup, is_spare)
         try:
-            plan = msgspec.msgpack.encode(Plan(spec, place.tmp_dir, place.uid, places.why_no_cgroup))
-            if len(plan) > MAX_PLAN_BYTES:
-                raise IsolateLost(
-                    f"the paths that the process is to read take {len(plan)} bytes, over {MAX_PLAN_BYTES}"
-                )
-            socket.send_fds(self._control, [MESSAGE.pack(FORK, number, 0, 0) + plan], [theirs.fileno()])
-        except (OSError, IsolateLost) as error:
-            del self._waiting[number]
-            place.give_back()
-            if isinstance(error, IsolateLost):
-                raise
-            raise IsolateLost(f"the zygote could not be asked for a process: {error}") from error
-        pid = await answer
-        if self._watching is None and not places.has_own_mounts:
-            self._watching = asyncio.create_task(self._watch_folders())
-        try:
-            await places.admit(place, pid, spec)
+            with theirs:
+                message = MESSAGE.pack(FORK, number, 0, 0) + msgspec.msgpack.encode(plan)
+                socket.send_fds(self._control, [message], [theirs.fileno()])
         except OSError as error:
-            self.kill(pid)
+            del self._waiting[number]
+            child.place.give_back()
+            ours.close()
+            raise IsolateLost(f"the zygote could not be asked for a process: {error}") from error
+        try:
+            child.pid = await answer
+            if self._watching is None and not places.has_own_mounts:
+                self._watching = asyncio.create_task(self._watch_folders())
+            await places.admit(child.place, child.pid)
+        except OSError as error:
+            self.kill(child.pid)
+            ours.close()
             raise IsolateLost(f"a handler process could not be put into its control group: {error}") from error
-        return pid
+        except BaseException:
+            ours.close()  # ends the child, should there be one after all
+            raise
+        return child
 
     def _on_readable(self) -> None:
         while self._control is not None:
@@ -202,15 +263,16 @@ class Spawner:
         if kind == READY and self._ready is not None and self._places is not None and not self._ready.done():
             self._places.abilities = status
             self._ready.set_result(None)
-        elif kind == EXITED and pid in self._on_exit:
-            self._on_exit.pop(pid)(os.waitstatus_to_exitcode(status))
+        elif kind == EXITED and pid in self._children:
+            self._children.pop(pid).after_exit(os.waitstatus_to_exitcode(status))
         elif kind in (FORKED, FORK_FAILED) and number in self._waiting:
-            answer, on_exit = self._waiting.pop(number)
+            answer, child = self._waiting.pop(number)
             if kind == FORKED:
-                self._on_exit[pid] = on_exit
+                self._children[pid] = child
                 if not answer.done():
                     answer.set_result(pid)
                 return
+            child.place.give_back()
             error = f"no handler process could be forked: {os.strerror(status)}; check `ulimit -u` and memory"
             if not answer.done():
                 answer.set_exception(IsolateLost(error))
@@ -227,10 +289,13 @@ class Spawner:
             if answer is not None and not answer.done():
                 answer.set_exception(lost)
         self._waiting.clear()
-        on_exits = list(self._on_exit.values())
-        self._on_exit.clear()
-        for on_exit in on_exits:
-            on_exit(-signal.SIGKILL)
+        if self._spare is not None:
+            self._spare.sock.close()
+            self._spare = None
+        children = list(self._children.values())
+        self._children.clear()
+        for child in children:
+            child.after_exit(-signal.SIGKILL)
 
     async def _watch_folders(self) -> None:
         """End processes that keep too much in a temporary folder that nothing else limits."""
@@ -238,7 +303,7 @@ class Spawner:
             await asyncio.sleep(WATCH_S)
             if self._places is not None:
                 for pid in await asyncio.to_thread(self._places.over_their_size):
-                    logger.warning("the handler process %d was killed: its temporary folder is full", pid)
+                    logger.warning("the handler process %d was killed: its temporary folder holds too much", pid)
                     self.kill(pid)
 
     async def _reap(self) -> None:

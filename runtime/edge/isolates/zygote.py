@@ -4,14 +4,14 @@ It has the SDK and the named packages imported and nothing else of ours, one thr
 that a fork of it is a handler process that only lacks its code. It ends with the node, and its children end with it.
 
 One message each on the control socket (SEQPACKET): the node asks to `FORK` (with the child's socket attached, and a
-`Plan` behind the message) or to `KILL`; the zygote answers `FORKED` or `FORK_FAILED`, and reports each `EXITED`. Only
+`Plan` behind the message) or to `KILL`; the zygote answers `FORKED` or `FORK_FAILED`, and reports each `EXITED`. What
+the child is for comes over the child's own socket, maybe much later: a `ForkSpec` with its length before it. Only
 the parent of a process can kill it by its number without hitting a stranger that got the number later, so kills are
 asked for here.
 """
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import gc
 import importlib
@@ -32,14 +32,23 @@ import msgspec
 import workers  # noqa: F401 - imported before forking, so that children have it
 from edge.isolates import sandbox
 from workers import _isolate
-from workers._channel import Channel
-from workers._wire import Sandboxed, ToIsolate
+from workers._rehearsal import rehearse
+from workers._wire import Sandboxed
 
 FORK, KILL = b"F", b"K"
 READY, FORKED, FORK_FAILED, EXITED = b"R", b"f", b"e", b"x"
 MESSAGE = struct.Struct("=cIiI")
 """Kind, request number, wait status or errno (with READY: abilities), pid."""
-MAX_PLAN_BYTES = 64 << 10
+MAX_PLAN_BYTES = 4 << 10
+SPEC_LENGTH = struct.Struct("=I")
+MAX_SPEC_BYTES = 64 << 10
+_LATE = {
+    "fastapi": ("pydantic.v1", "fastapi.telemetry._runtime", "workers.asgi"),
+    "starlette": ("workers.asgi",),
+    "flask": ("workers.wsgi",),
+    "django": ("workers.wsgi",),
+}
+"""What belongs to a preloaded package, but is imported only when that is first used. Not each version has all of it."""
 HAS_OWN_MOUNTS, CAN_CHANGE_USER = 1, 2
 """Abilities: of temporary folders in memory, and of giving each isolate a user of its own."""
 
@@ -51,7 +60,7 @@ def main(control_fd: int, parent_pid: int, policy: str, packages: Sequence[str])
     selector_events._HAS_SENDMSG = False  # type: ignore[attr-defined]  # Python 3.12 would use a call that is refused
     for package in packages:
         _preload(package)
-    asyncio.run(_rehearse())
+    rehearse()
     if len(os.listdir("/proc/self/task")) != 1:
         raise RuntimeError("the zygote has more than one thread; a fork of it could deadlock")
     box = sandbox.Sandbox(policy)
@@ -67,15 +76,10 @@ def _preload(package: str) -> None:
         importlib.import_module(package)
     except Exception as error:
         print(f"isolates.preload: {package} cannot be imported: {error}", file=sys.stderr)
-
-
-async def _rehearse() -> None:
-    """Do once what every child begins with: what that builds and caches is then there in each of them."""
-    ours, theirs = socket.socketpair()
-    channel = await Channel.open(ours, ToIsolate, lambda _: None, lambda _: None)
-    channel.send(Sandboxed([]))
-    channel.close()
-    theirs.close()
+        return
+    for module in _LATE.get(package, ()):
+        with suppress(ImportError):
+            importlib.import_module(module)
 
 
 class _Zygote:
@@ -174,13 +178,28 @@ def _become_isolate(fd: int, zygote_pid: int, box: sandbox.Sandbox, plan: sandbo
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        report = box.enter(fd, zygote_pid, plan)
-        sandboxed = Sandboxed(report.layers, report.missing, report.escapes)
-        _isolate.serve(socket.socket(fileno=fd), sandboxed)
+        sock = socket.socket(fileno=fd)
+        report = box.enter(fd, zygote_pid, plan, lambda: _next_spec(sock, plan.is_spare))
+        _isolate.serve(sock, Sandboxed(report.layers, report.missing, report.escapes))
     except BaseException:  # the process edge
         traceback.print_exc(file=sys.__stderr__)
     finally:
         os._exit(70)
+
+
+def _next_spec(sock: socket.socket, has_time: bool) -> sandbox.ForkSpec:
+    """What this process is for, once the node says so; it ends if the node needs it no more."""
+    if has_time:
+        rehearse()  # each page that a fork writes to for the first time has to be copied: better now than then
+    (length,) = SPEC_LENGTH.unpack(_receive(sock, SPEC_LENGTH.size))
+    return msgspec.msgpack.decode(_receive(sock, length), type=sandbox.ForkSpec)
+
+
+def _receive(sock: socket.socket, num_bytes: int) -> bytes:
+    data = sock.recv(num_bytes, socket.MSG_WAITALL)
+    if len(data) < num_bytes:
+        os._exit(0)
+    return data
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
+from msgspec.structs import replace
 from starlette.applications import Starlette
-from starlette.types import ASGIApp
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edge.ai.catalogue import TEXT_GENERATION, Catalogue
 from edge.ai.gate import Gate, Principal
@@ -45,6 +47,7 @@ from edge.isolates.sandbox.layers import bitmask
 from edge.node import api
 from edge.node.access import Access, AccessLogged
 from edge.node.bundle import bundle_of
+from edge.node.contained import contained
 from edge.node.cron import Cron
 from edge.node.dependencies import prepare
 from edge.node.hub import Hub
@@ -98,11 +101,12 @@ class Node:
         self.use_ai(config)
         self._queues = Queues(config.state_dir, self.event, say)
         self._assets = Assets()
+        self._r2 = R2(config.state_dir)
         services = Services(self)
         providers: dict[str, Provider] = {
             "kv": Kv(config.state_dir),
             "d1": D1(config.state_dir),
-            "r2": R2(config.state_dir),
+            "r2": self._r2,
             "queue": self._queues,
             "service": services,
             "ratelimit": RateLimits(),
@@ -125,11 +129,19 @@ class Node:
         routes = api.routes(self._gate, tokens=tokens, health=self._health)
         if local_triggers:
             routes += trigger_routes(self.triggers, self._find)
+        workers = AssetsFirst(ingress, lambda _: self._assets.sites.get(self._primary))
         doors = Starlette(routes=routes)
         # The default, and not a route for every path, because no route matches a path with a line break (%0A).
-        doors.router.default = AssetsFirst(ingress, lambda _: self._assets.sites.get(self._primary))
+        doors.router.default = workers
         doors.router.redirect_slashes = False
-        return doors
+        prefixes = tuple(route.path for route in routes if isinstance(route, Route | Mount))
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            """Most requests are for the workers; they need not pass Starlette's routes, which take their time."""
+            is_ours = scope["type"] == "lifespan" or scope["path"].startswith(prefixes)
+            await (doors if is_ours else workers)(scope, receive, send)
+
+        return app
 
     async def __aenter__(self) -> Self:
         # Closed in the reverse order: what starts handlers first, then handlers and what they call, and the ledger
@@ -170,7 +182,8 @@ class Node:
 
         Raises:
             WorkerStartFailed: it could not be imported; what served before goes on serving.
-            ConfigError: a cron, a consumer, the assets, `egress` or the list of dependencies is wrong; likewise.
+            ConfigError: a cron, a consumer, the assets, `egress` or the list of dependencies is wrong, or
+                the library for buckets in S3 is missing; likewise.
             DependenciesFailed: what it depends on cannot be installed; likewise.
         """
         key = key_of(config)
@@ -181,11 +194,8 @@ class Node:
         search_paths = await prepare(config, config.state_dir, self._say)
         bundle = await asyncio.to_thread(bundle_of, config, secrets=secrets, search_paths=search_paths)
         self._queues.check(key, config.queues.consumers, instead_of=old)
-        if site is not None:
-            self._assets.sites[key] = site
-        await self.isolates.deploy(bundle)
-        if site is None:
-            self._assets.sites.pop(key, None)
+        with self._r2.new_places(key, config.s3_buckets), self._assets.new_site(key, site):
+            await self.isolates.deploy(bundle)
         if old is not None:
             self._take_from(old, key)
             self.use_ai(config)
@@ -311,19 +321,20 @@ def _site_of(config: Config) -> Site | None:
     """The assets of the worker of `config`.
 
     Raises:
-        ConfigError: there is no such folder, or the worker's own code would be among them.
+        ConfigError: there is no such folder, it is a link out of the project, or the worker's own code would be in it.
     """
     assets = config.assets
     if assets is None:
         return None
     if not assets.directory.is_dir():
         raise ConfigError(f"assets.directory: there is no folder {assets.directory}")
-    if config.main.resolve().is_relative_to(assets.directory.resolve()):
+    directory = contained(config.project, assets.directory, "assets.directory")
+    if config.main.resolve().is_relative_to(directory):
         raise ConfigError(
             f"assets.directory {assets.directory} holds {config.main}, which would be served to anybody: "
             "keep code and assets in different folders"
         )
-    return Site(assets)
+    return Site(replace(assets, directory=directory))
 
 
 class _AiBinding:

@@ -13,7 +13,9 @@ import msgspec
 from msgspec.structs import replace
 
 from edge.config import Config
+from edge.errors import ConfigError
 from edge.isolates.base import Binding, Bundle
+from edge.node.contained import contained
 
 SKIPPED_FOLDERS = frozenset(
     {
@@ -35,8 +37,13 @@ def bundle_of(
     Args:
         secrets: variables that go before those of the configuration.
         search_paths: folders with the packages that it depends on.
+
+    Raises:
+        ConfigError: the module root is a link out of the project, or what the node keeps its state in.
     """
-    root = config.main.parent
+    root = contained(config.project, config.main.parent, "main")
+    if root == config.state_dir.resolve():
+        raise ConfigError(f"state_dir is {root}, whose files the worker may read; name another folder, such as .edge")
     bundle = Bundle(
         worker=config.name,
         version="",
@@ -61,11 +68,11 @@ def bindings_of(config: Config) -> dict[str, Binding]:
     if config.ai is not None:
         bindings[config.ai.binding] = Binding("ai")
     for kv in config.kv_namespaces:
-        bindings[kv.binding] = Binding("kv", {"id": kv.id or kv.binding})
+        bindings[kv.binding] = Binding("kv", {"id": kv.storage_id})
     for d1 in config.d1_databases:
-        bindings[d1.binding] = Binding("d1", {"id": d1.database_id or d1.database_name or d1.binding})
+        bindings[d1.binding] = Binding("d1", {"id": d1.storage_id})
     for r2 in config.r2_buckets:
-        bindings[r2.binding] = Binding("r2", {"id": r2.bucket_name or r2.binding})
+        bindings[r2.binding] = Binding("r2", {"id": r2.storage_id})
     for producer in config.queues.producers:
         props = {"queue": producer.queue, "delay_s": producer.delivery_delay}
         bindings[producer.binding] = Binding("queue", props)

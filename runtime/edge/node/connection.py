@@ -10,6 +10,39 @@ from starlette.types import Receive
 
 T = TypeVar("T")
 
+HANG_UP = "edge.hang_up"
+"""The ASGI extension under which a server that can tell gives a request its connection's `HangUp`."""
+
+
+class HangUp:
+    """The moment in which one client goes away: it ends what is done for it, at no cost for all that is done before.
+
+    A task that waits for `hung_up` says the same to everybody, for the price of a task per request.
+    """
+
+    def __init__(self) -> None:
+        self._has_happened = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def happen(self) -> None:
+        """The client has gone."""
+        self._has_happened = True
+        for task in self._tasks:
+            task.cancel()
+
+    async def end(self, work: Coroutine[Any, Any, object]) -> None:
+        """Do `work` in this task; if the client goes away it is cancelled, and this returns once it has ended."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            await work
+        except asyncio.CancelledError:
+            if not self._has_happened or task.uncancel() > 0:
+                raise
+        finally:
+            self._tasks.discard(task)
+
 
 async def hung_up(receive: Receive) -> None:
     """Return once the client has gone. What it still sends is thrown away."""

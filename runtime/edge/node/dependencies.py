@@ -26,6 +26,7 @@ import msgspec
 
 from edge.config import Config
 from edge.errors import ConfigError, DependenciesFailed
+from edge.node.contained import contained
 
 KEEP_DAYS = 30
 """Layers that nobody used for this long are removed by the next build."""
@@ -62,18 +63,17 @@ async def prepare(config: Config, state_dir: Path, say: Callable[[str], None]) -
     The layer is built if there is none, which `say` hears of.
 
     Raises:
-        ConfigError: the list of dependencies cannot be read.
+        ConfigError: the list of dependencies cannot be read, or `python_modules` is a link out of the project.
         DependenciesFailed: they cannot be installed.
     """
-    project = config.path.parent if config.path is not None else config.main.parent
-    requirements = read_requirements(project, say)
+    requirements = read_requirements(config.project, say)
     folders = []
     if requirements.lines:
         folders.append(await layer(requirements, state_dir / "layers", say))
-    for vendored in dict.fromkeys((config.main.parent / "python_modules", project / "python_modules")):
+    for vendored in dict.fromkeys((config.main.parent / "python_modules", config.project / "python_modules")):
         # pywrangler leaves packages for another platform there, which it takes from pyproject.toml too.
         if vendored.is_dir() and not (requirements.lines and (vendored / ".synced").exists()):
-            folders.append(vendored)
+            folders.append(contained(config.project, vendored, "python_modules"))
     return tuple(str(folder) for folder in folders)
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -36,12 +38,15 @@ from edge.node.welcome import missing_services, short, welcome
 from workers._websocket import MAX_MESSAGE_BYTES
 
 TOKEN = "dev"
+_NUM_DESCRIPTORS = 1 << 16
 _SHUTDOWN_S = 5
 _RELOAD_PATIENCE_S = 1.0
 _MAX_PROBLEM_CHARS = 300
 _CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 _FIXED_KEYS = ("account_id", "isolates", "dev", "engine", "billing")
 """What only a new start takes over."""
+_GARBAGE = 10_000
+"""New objects after which Python looks for cycles among them: its 700 are reached every few requests."""
 _CUT_SHORT = ("Cancel %s running task(s)", "ASGI callable returned without completing response")
 """How uvicorn puts it."""
 
@@ -55,6 +60,7 @@ def run(configs: Sequence[Config], *, ip: str, port: int, reload: bool) -> None:
     """
     if len({key_of(config) for config in configs}) < len(configs):
         raise UsageError("two of the configurations have the same `name`; a worker is known by its name")
+    _raise_descriptor_limit()
     sockets = _listen(ip, port)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -62,6 +68,14 @@ def run(configs: Sequence[Config], *, ip: str, port: int, reload: bool) -> None:
     finally:
         for each in sockets:
             each.close()
+
+
+def _raise_descriptor_limit() -> None:
+    """The usual limit of 1024 is for programs that call `select`; the calls of one handler can take as many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _NUM_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _NUM_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _serve(configs: Sequence[Config], sockets: list[socket.socket], *, reload: bool) -> None:
@@ -92,6 +106,8 @@ async def _serve(configs: Sequence[Config], sockets: list[socket.socket], *, rel
             if stop.is_set():
                 return
             server.config.app = node.app
+            gc.freeze()  # what has been imported stays: a collection need not look through it
+            gc.set_threshold(_GARBAGE)
             serving = asyncio.create_task(server.serve(sockets))
             serving.add_done_callback(lambda _: stop.set())
             base = f"http://{host}:{port}"
@@ -311,7 +327,8 @@ def _public_address(sockets: list[socket.socket]) -> tuple[str, int]:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{text}\n")  # in one write, which `print` would make two of
+    sys.stderr.flush()
 
 
 def _log_access(access: Access) -> None:
@@ -322,4 +339,4 @@ def _log_access(access: Access) -> None:
     problem = f"  {access.problem[:_MAX_PROBLEM_CHARS]}" if access.problem else ""
     line = f"{access.method} {access.path} {outcome}{cut} ({access.elapsed_ms:.0f} ms){problem}"
     # What clients sent must not move the cursor of the terminal, or look like a line of its own.
-    _say("".join(each if each.isprintable() else "�" for each in line))
+    _say(line if line.isprintable() else "".join(each if each.isprintable() else "�" for each in line))

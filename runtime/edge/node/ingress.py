@@ -15,8 +15,9 @@ from edge.billing.meter import new_id
 from edge.errors import EdgeError, HandlerFailed, UnknownWorker
 from edge.isolates.base import InboundRequest, OutboundResponse, WorkerKey
 from edge.isolates.dispatch import Isolates
+from edge.isolates.invocation import WholeBody
 from edge.node import pages
-from edge.node.connection import while_connected
+from edge.node.connection import HANG_UP, while_connected
 from edge.node.translation import cf_of, checked_headers, client_ip, text_headers, url_of
 from edge.node.websocket import ClientSocket
 
@@ -51,7 +52,11 @@ class Ingress:
             await self._serve_websocket(client)
             return
         exchange = _Exchange(scope, receive, send)
-        await while_connected(self._answer(exchange), exchange.client_gone())
+        hang_up = scope.get("extensions", {}).get(HANG_UP)
+        if hang_up is not None:
+            await hang_up.end(self._answer(exchange))
+        else:
+            await while_connected(self._answer(exchange), exchange.client_gone())
 
     async def _answer(self, exchange: _Exchange) -> None:
         try:
@@ -128,13 +133,14 @@ class _Exchange:
         self._receive = receive
         self._send = send
         self._headers = text_headers(scope)
-        self._has_body = self.header("content-length") not in ("", "0") or self.header("transfer-encoding") != ""
-        self._body_read = asyncio.Event()
-        self._gone = asyncio.Event()
+        self._first = dict(reversed(self._headers))
+        self._has_body = self.header("content-length") not in ("", "0") or "transfer-encoding" in self._first
+        self._body_read: asyncio.Event | None = asyncio.Event() if self._has_body else None
+        self._is_gone = False
 
     def header(self, name: str) -> str:
         """Value of the first request header called `name` (lower case), or an empty string."""
-        return next((value for key, value in self._headers if key == name), "")
+        return self._first.get(name, "")
 
     def describe(self) -> str:
         """Method and path, for messages."""
@@ -146,19 +152,19 @@ class _Exchange:
             method=self.scope["method"],
             url=url_of(self.scope, self.header("host")),
             headers=[*self._headers, ("cf-connecting-ip", client_ip(self.scope))],
-            body=self._body() if self._has_body else None,
+            body=self._body(self._body_read) if self._body_read is not None else None,
             cf=cf_of(self.scope),
         )
 
-    async def _body(self) -> AsyncIterator[bytes]:
-        while not self._body_read.is_set():
+    async def _body(self, is_read: asyncio.Event) -> AsyncIterator[bytes]:
+        while not is_read.is_set():
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                self._gone.set()
-                self._body_read.set()
+                self._is_gone = True
+                is_read.set()
                 raise ConnectionResetError("the client went away while it sent the request body")
             if not message.get("more_body", False):
-                self._body_read.set()
+                is_read.set()
             if message.get("body"):
                 yield message["body"]
 
@@ -167,11 +173,10 @@ class _Exchange:
 
         ASGI tells so only to those who read on, so a hang-up shows after the request body has been read.
         """
-        if self._has_body:
+        if self._body_read is not None:
             await self._body_read.wait()
-        while not self._gone.is_set():
-            if (await self._receive())["type"] == "http.disconnect":
-                self._gone.set()
+        while not self._is_gone:
+            self._is_gone = (await self._receive())["type"] == "http.disconnect"
 
     async def send_response(self, response: OutboundResponse, headers: list[tuple[bytes, bytes]]) -> None:
         """Stream `response` with `headers`, which have been checked.
@@ -182,10 +187,14 @@ class _Exchange:
         if response.body is None and response.status not in _BODILESS:
             headers = [*(pair for pair in headers if pair[0] != b"content-length"), (b"content-length", b"0")]
         await self._send_head(response.status, headers)
+        last = b""
         if response.body is not None and self.scope["method"] != "HEAD" and response.status not in _BODILESS:
-            async for chunk in response.body:
-                await self._send(_body_message(chunk, more=True))
-        await self._send(_body_message(b"", more=False))
+            if isinstance(response.body, WholeBody):
+                last = response.body.content
+            else:
+                async for chunk in response.body:
+                    await self._send(_body_message(chunk, more=True))
+        await self._send(_body_message(last, more=False))
 
     async def send_page(self, status: int, content_type: str, body: bytes, headers: dict[str, str]) -> None:
         """Send a complete response of our own."""

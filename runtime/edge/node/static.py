@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from edge.bindings.assets import Site, decoded_path
 from edge.isolates.base import StreamAnswer
 from edge.node.connection import hung_up, while_connected
+from edge.node.translation import raw_path, text_headers
 
 
 class AssetsFirst:
@@ -24,10 +25,9 @@ class AssetsFirst:
         if site is None:
             await self._app(scope, receive, send)
             return
-        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
-        path = scope.get("raw_path", scope["path"].encode()).decode("latin-1").partition("?")[0]
+        headers = text_headers(scope)
         is_navigation = ("sec-fetch-mode", "navigate") in headers
-        asset = site.asset_before_worker(decoded_path(path), is_navigation)
+        asset = site.asset_before_worker(decoded_path(raw_path(scope)), is_navigation)
         if asset is None:
             await self._app(scope, receive, send)
             return

@@ -22,12 +22,16 @@ def text_headers(scope: Scope) -> list[tuple[str, str]]:
     return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
 
 
+def raw_path(scope: Scope) -> str:
+    """The request's path as the client wrote it."""
+    return scope.get("raw_path", scope["path"].encode()).decode("latin-1").partition("?")[0]  # type: ignore[no-any-return]
+
+
 def url_of(scope: Scope, host: str) -> str:
     """The request's URL as the client wrote it; that of a WebSocket has the scheme `http` or `https`, as in Fetch."""
-    path = scope.get("raw_path", scope["path"].encode()).decode("latin-1").partition("?")[0]
     query = scope["query_string"].decode("latin-1")
     scheme = scope["scheme"].replace("ws", "http")
-    return f"{scheme}://{host or 'localhost'}{path}" + (f"?{query}" if query else "")
+    return f"{scheme}://{host or 'localhost'}{raw_path(scope)}" + (f"?{query}" if query else "")
 
 
 def cf_of(scope: Scope) -> dict[str, Any]:

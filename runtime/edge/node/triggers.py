@@ -9,6 +9,7 @@ these routes answer only those that name a local host as `Host` and, if they hav
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
@@ -23,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from edge.errors import EdgeError, ExceededCpu, ExceededMemory, UnknownWorker
 from edge.isolates.base import InboundEvent, WorkerKey
 from edge.node.cron import Cron
+from edge.node.pages import headline
 
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 _PREFIXES = ("/cdn-cgi/local", "/cdn-cgi/handler", "/cdn-cgi/mf")
@@ -85,8 +87,7 @@ class Triggers:
             raise
         except EdgeError as error:
             ran = Ran(_OUTCOMES.get(type(error), "exception"))
-            headline = ": ".join(filter(None, (getattr(error, "type", ""), error.message)))
-            details = "\n".join(filter(None, (f"  {headline}", getattr(error, "traceback", "").rstrip())))
+            details = f"  {headline(error)}\n{getattr(error, 'traceback', '')}".rstrip()
         self._say(f'CRON "{cron}" {key[1]} {ran.outcome} ({(time.perf_counter() - started) * 1000:.0f} ms){details}')
         return ran
 
@@ -144,7 +145,7 @@ def routes(
         if key is None:
             return PlainTextResponse(f"there is no worker {query.get('worker', '')[:100]!r}\n", 404)
         time_text = query.get("time") or str(time.time_ns() // 1_000_000)
-        if not (time_text.isascii() and time_text.isdigit() and int(time_text[:20]) < _MAX_TIME_MS):
+        if not re.fullmatch(r"[0-9]{1,16}", time_text) or int(time_text) > _MAX_TIME_MS:
             return PlainTextResponse("time must be a whole number of milliseconds since 1970\n", 400)
         try:
             ran = await triggers.run(key, query.get("cron", ""), int(time_text))

@@ -52,11 +52,11 @@ def _worker(config: Config, base: str, reload: bool) -> Iterator[str]:
     yield f"Worker    {config.name}  ({short(config.main)}{', reloads on save' if reload else ''})"
     yield f"AI        {f'env.{config.ai.binding}' if config.ai else 'none ([ai] is not in the configuration)'}"
     for kv in config.kv_namespaces:
-        yield f"KV        env.{kv.binding}  ({kv.id or kv.binding})"
+        yield f"KV        env.{kv.binding}  ({kv.storage_id})"
     for d1 in config.d1_databases:
         yield f"D1        env.{d1.binding}  ({d1.database_name or d1.database_id or d1.binding})"
     for r2 in config.r2_buckets:
-        yield f"R2        env.{r2.binding}  ({r2.bucket_name or r2.binding})"
+        yield f"R2        env.{r2.binding}  ({r2.storage_id}{', in S3' if r2.s3 is not None else ''})"
     for producer in config.queues.producers:
         yield f"Queue     env.{producer.binding}  (sends to {producer.queue})"
     for consumer in config.queues.consumers:

@@ -8,7 +8,7 @@ from typing import Any
 
 from workers._body import to_body
 from workers.streams import ReadableStream
-from workers.values import plain
+from workers.values import buffer_bytes, plain
 
 MAX_INLINE_BYTES = 64 << 10
 """Up to here, bytes travel as an argument; what is longer is sent as a body."""
@@ -44,10 +44,9 @@ def content_of(value: Any, where: str) -> bytes | ReadableStream:
         TypeError: `value` is no str, buffer, stream, Blob, async iterable or generator.
         OSError: a stream that was read before.
     """
-    if isinstance(value, bytes | bytearray | memoryview):
-        return bytes(value)
-    if not isinstance(value, int) and callable(to_bytes := getattr(value, "to_bytes", None)):  # JavaScript's buffers
-        return bytes(to_bytes())
+    data = buffer_bytes(value)
+    if data is not None:
+        return data
     content, _ = to_body(value, where)
     return content if content is not None else b""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from workers.bindings._calls import BindingCalls, BindingError
 from workers.bindings._options import merged
-from workers.values import JsDict, JsList
+from workers.values import JsDict, JsList, buffer_bytes
 
 
 class D1Database:
@@ -164,12 +164,10 @@ def _bindable(value: Any, number: int) -> Any:
         return int(value)
     if isinstance(value, float):
         return float(value)
-    if isinstance(value, bytearray | memoryview):
-        return bytes(value)
+    if (data := buffer_bytes(value)) is not None:
+        return data
     if isinstance(value, list) and all(type(item) is int and 0 <= item < 256 for item in value):
         return bytes(value)
-    if callable(to_bytes := getattr(value, "to_bytes", None)):
-        return bytes(to_bytes())
     raise TypeError(
         f"D1_TYPE_ERROR: Type '{type(value).__name__}' not supported for value {value!r:.100}, which is number {number}"
     )

@@ -27,7 +27,7 @@ _MAX_ATTEMPTS = 3
 
 
 class R2Bucket:
-    """Objects by key. A write is on the node's disk when the call returns, and every read from then on sees it.
+    """Objects by key. A write is durable when the call returns, and every read from then on sees it.
 
     Options are a trailing dict or are given by name. Raises BindingError if the node refuses a call, TypeError for
     arguments of wrong types.

@@ -15,12 +15,12 @@ import random
 import resource
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from edge.isolates.sandbox import linux, namespaces, seccomp, selftest
 from edge.isolates.sandbox.landlock import READ, READ_WRITE_FILE, WRITE, Ruleset
 from edge.isolates.sandbox.landlock import abi as landlock_abi
-from edge.isolates.sandbox.layers import LAYERS, ForkSpec, Plan, SandboxReport
+from edge.isolates.sandbox.layers import LAYERS, TMP_MB, ForkSpec, Plan, SandboxReport
 
 __all__ = ["KEPT_VARIABLES", "ForkSpec", "Plan", "Sandbox", "SandboxReport", "die_with_parent"]
 
@@ -81,8 +81,11 @@ class Sandbox:
         """Whether an isolate can get a user of its own, and still read what Landlock lets it read."""
         return os.getuid() == 0 and "user-namespace" in self._layers and self._abi > 0
 
-    def enter(self, sock_fd: int, parent_pid: int, plan: Plan) -> SandboxReport:
+    def enter(self, sock_fd: int, parent_pid: int, plan: Plan, next_spec: Callable[[], ForkSpec]) -> SandboxReport:
         """Apply every layer to this process, which was just forked; only `sock_fd` and 0, 1, 2 stay open.
+
+        Args:
+            next_spec: says what the process is for, which most layers need not know; it may wait for that.
 
         Raises:
             OSError: a base layer cannot be applied; the process must end.
@@ -102,14 +105,18 @@ class Sandbox:
             report.missing["cgroup"] = plan.why_no_cgroup
         else:
             report.layers.append("cgroup")
-        ruleset = self._rules(plan, has_tmp, report) if self._is_confined else None
+        ruleset = self._rules(plan.tmp_dir if has_tmp else "", report) if self._is_confined else None
         self._drop_privileges(plan.uid, parent_pid, report)
         _close_descriptors([sock_fd] if ruleset is None else [sock_fd, ruleset.fd])
         linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
         # No ptrace and no /proc/PID/mem for other processes of the same user. Not earlier: it also hides /proc/self.
         linux.prctl(linux.PR_SET_DUMPABLE, 0)
         report.layers += ["closed-descriptors", "no-new-privileges", "not-dumpable"]
+        spec = next_spec()
+        if self._is_confined:
+            _set_limit(resource.RLIMIT_AS, self._address_bytes + spec.memory_mb * MB)
         if ruleset is not None:
+            _allow_worker(ruleset, spec)
             ruleset.restrict()
             report.layers.append("landlock-files")
         if self._is_confined:
@@ -127,7 +134,7 @@ class Sandbox:
         if not self.has_own_mounts:
             return bool(plan.tmp_dir)
         try:
-            namespaces.mount_tmp(plan.tmp_dir, plan.spec.tmp_mb * MB, plan.uid or os.getuid())
+            namespaces.mount_tmp(plan.tmp_dir, TMP_MB * MB, plan.uid or os.getuid())
         except OSError as error:
             report.layers.remove("mount-namespace")
             report.missing["mount-namespace"] = str(error)
@@ -139,9 +146,8 @@ class Sandbox:
         report.layers.append("no-core-dump")
         if not self._is_confined:
             return
-        _set_limit(resource.RLIMIT_AS, self._address_bytes + plan.spec.memory_mb * MB)
         _set_limit(resource.RLIMIT_NOFILE, NUM_DESCRIPTORS)
-        _set_limit(resource.RLIMIT_FSIZE, plan.spec.tmp_mb * MB)
+        _set_limit(resource.RLIMIT_FSIZE, TMP_MB * MB)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing too much is an error, not the end
         report.layers.append("limits")
         # The kernel exempts uid 0. Outside of a namespace of its own it counts all processes of a user, the node's and
@@ -157,22 +163,18 @@ class Sandbox:
                 "thread-limit", "it needs a control group, or user namespaces and a user that is not root"
             )
 
-    def _rules(self, plan: Plan, has_tmp: bool, report: SandboxReport) -> Ruleset | None:
+    def _rules(self, tmp_dir: str, report: SandboxReport) -> Ruleset | None:
+        """What every process may open, and `tmp_dir`."""
         if self._abi == 0:
             why = "the kernel has no Landlock, or it is not among lsm= at boot"
             report.missing |= dict.fromkeys(("landlock-files", "landlock-network", "landlock-scopes"), why)
             return None
-        spec = plan.spec
         ruleset = Ruleset(self._abi)
         for fd in self._system:
             ruleset.allow_open(fd, READ)
-        for path in spec.search_paths:
-            ruleset.allow(path, READ)
-        if spec.root:
-            _allow_root(ruleset, spec.root, spec.hidden_paths)
         ruleset.allow("/dev/null", READ_WRITE_FILE)
-        if has_tmp:
-            ruleset.allow(plan.tmp_dir, WRITE)
+        if tmp_dir:
+            ruleset.allow(tmp_dir, WRITE)
         for layer, since in (("landlock-network", 4), ("landlock-scopes", 6)):
             if self._abi >= since:
                 report.layers.append(layer)
@@ -238,6 +240,13 @@ def _close_descriptors(kept: list[int]) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     linux.close_all_but(kept)
+
+
+def _allow_worker(ruleset: Ruleset, spec: ForkSpec) -> None:
+    for path in spec.search_paths:
+        ruleset.allow(path, READ)
+    if spec.root:
+        _allow_root(ruleset, spec.root, spec.hidden_paths)
 
 
 def _allow_root(ruleset: Ruleset, root: str, hidden_paths: tuple[str, ...]) -> None:

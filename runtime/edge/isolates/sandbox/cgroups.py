@@ -25,9 +25,12 @@ class Group:
         self._folders = folders
         self._limit_file = limit_file
 
-    def admit(self, pid: int, memory_bytes: int, num_threads: int) -> None:
-        """Limit the group and put the process into it. Raises OSError."""
-        (self._folders["memory"] / self._limit_file).write_text(str(memory_bytes))
+    def limit_memory(self, num_bytes: int) -> None:
+        """Limit what its processes may have together. Raises OSError."""
+        (self._folders["memory"] / self._limit_file).write_text(str(num_bytes))
+
+    def admit(self, pid: int, num_threads: int) -> None:
+        """Limit the threads of the group and put the process into it. Raises OSError."""
         (self._folders["pids"] / "pids.max").write_text(str(num_threads))
         for folder in set(self._folders.values()):
             (folder / "cgroup.procs").write_text(str(pid))

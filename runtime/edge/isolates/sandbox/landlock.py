@@ -52,9 +52,12 @@ class Ruleset:
         self.fd = linux.call(linux.LANDLOCK_CREATE_RULESET, attributes[:size], size, 0)
 
     def allow(self, path: str, rights: int) -> None:
-        """Allow `rights` on `path` and what is below it; a path that does not exist is left out."""
+        """Allow `rights` on `path` and what is below it; a path that does not exist is left out.
+
+        A link allows nothing: it can point anywhere, and be changed to at any time.
+        """
         try:
-            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
             return
         try:
@@ -71,12 +74,10 @@ class Ruleset:
             self._add(fd, rights & _FILES_ONLY)
 
     def allow_entries(self, folder: str, names: Iterable[str]) -> None:
-        """Allow listing `folder`, and reading these entries of it. Links allow nothing: they can point anywhere."""
+        """Allow listing `folder`, and reading these entries of it."""
         self.allow(folder, LIST)
         for name in names:
-            path = os.path.join(folder, name)
-            if not os.path.islink(path):
-                self.allow(path, READ)
+            self.allow(os.path.join(folder, name), READ)
 
     def restrict(self) -> None:
         """Apply it to this thread, for ever. `no-new-privileges` must be on."""

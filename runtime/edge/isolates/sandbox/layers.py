@@ -100,6 +100,10 @@ _DEMANDED = {
 }
 
 
+TMP_MB = 64
+"""Of files in the temporary folder of a process."""
+
+
 class ForkSpec(msgspec.Struct, frozen=True):
     """What the sandbox of a new process has to let through, and how much.
 
@@ -111,19 +115,18 @@ class ForkSpec(msgspec.Struct, frozen=True):
     root: str = ""
     search_paths: tuple[str, ...] = ()
     hidden_paths: tuple[str, ...] = ()
-    tmp_mb: int = 64
-    """Of files in its temporary folder."""
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """A `ForkSpec` and what the node sets aside for the process: on the wire to the zygote."""
+    """What the node sets aside for a process, whatever it will be for: on the wire to the zygote."""
 
-    spec: ForkSpec
     tmp_dir: str = ""
     uid: int = 0
     """The user to become; 0: stay."""
     why_no_cgroup: str = ""
     """Empty: the node puts the process into a control group before it sends anything."""
+    is_spare: bool = False
+    """Whether it will have time before it learns what it is for."""
 
 
 class SandboxReport(msgspec.Struct):

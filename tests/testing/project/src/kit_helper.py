@@ -1,0 +1,7 @@
+calls = 0
+
+
+def count():
+    global calls
+    calls += 1
+    return calls
