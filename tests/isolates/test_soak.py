@@ -66,7 +66,7 @@ async def test_nothing_is_left_over(tmp_path):
         assert after["descriptors"] <= before["descriptors"] + 2  # one socket for each of up to two more processes
         assert after["invocations"] == 0
         assert len(worker.usage) >= NUM_REQUESTS
-        assert worker.status.losses >= NUM_REQUESTS // 200 - 1
+        assert worker.status.losses >= NUM_REQUESTS // 400  # one that was being replaced is not missed
 
 
 async def ask(worker, kind: str) -> None:

@@ -55,6 +55,13 @@ async def test_dependencies_of_pyproject_with_what_they_need(project):
     assert said[0] == "Installing beta (pyproject.toml) …"
 
 
+async def test_the_runtime_itself_is_no_dependency_of_the_worker_in_its_source_tree(project):
+    (project / "pyproject.toml").write_text('[project]\nname = "edge-workers-ai"\ndependencies = ["beta"]\n')
+    said = Said()
+    assert await prepared(project, said) == ()
+    assert said == []
+
+
 @pytest.mark.slow
 async def test_a_layer_is_used_again_without_pip(project, monkeypatch):
     (project / "requirements.txt").write_text("alpha<2  # why\n\n")

@@ -8,11 +8,13 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 import uvicorn
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from edge.config import IsolatesConfig, LimitsConfig
 from edge.isolates.base import Bundle
 from edge.isolates.dispatch import Isolates
 from edge.node.ingress import Ingress
@@ -162,6 +164,16 @@ async def test_fastapi_echoes(site: Site) -> None:
         assert [await client.recv() for _ in range(200)] == [str(n) for n in range(200)]
     await site.wait_printed("disconnect 1000")
     await site.wait_printed("left")
+
+
+async def test_open_sockets_take_no_request_its_place(site: Site) -> None:
+    num_slots = LimitsConfig().concurrency * IsolatesConfig().max_per_worker
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(num_slots + 2):
+            client = await stack.enter_async_context(site.connect("pair"))
+            await client.recv()
+        async with httpx.AsyncClient(timeout=HANG_S) as http:
+            assert (await http.get(f"http://{site.address}/denied")).status_code == 401
 
 
 async def test_a_client_that_vanishes(site: Site) -> None:

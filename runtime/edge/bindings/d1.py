@@ -50,7 +50,7 @@ MAX_EXEC_BYTES = 8 << 20
 
 _MAX_OPEN = 64
 _MAX_READERS = 4
-_MAX_PER_ACCOUNT = 4
+_MAX_PER_ACCOUNT = 16  # of all its databases, so that slow queries in one leave room for the others
 _MAX_WAITING = 1000
 _NUM_THREADS = 32
 _STEPS_PER_TICK = 10_000
@@ -188,6 +188,7 @@ class D1:
             async with turns:
                 deadline = _Deadline(self._timeout_s)
                 future = asyncio.get_running_loop().run_in_executor(self._threads, file.run, job, deadline, is_read)
+                future.add_done_callback(_looked_at)
                 try:
                     return await asyncio.shield(future)
                 except asyncio.CancelledError:
@@ -219,6 +220,12 @@ class D1:
                 self._files.popitem(last=False)[1].close()
         self._files.move_to_end(key)
         return self._files[key]
+
+
+def _looked_at(future: asyncio.Future[Any]) -> None:
+    """Of a call that was cancelled nobody wants to know how it ended."""
+    if not future.cancelled():
+        future.exception()
 
 
 class _IsWrite(Exception):

@@ -163,7 +163,8 @@ and in another terminal:
     python -m pip install pytest
     python -m pytest
 
-Packages that the handler imports are installed into that environment as well: `python -m pip install PACKAGE`.
+Packages that the handler imports are listed in `requirements.txt` beside `wrangler-like.toml`, from which `edge dev`
+installs them. Tests run in pytest's own interpreter, which needs them too.
 """,
 }
 """Path to text of what `edge init` writes."""

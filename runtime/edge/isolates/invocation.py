@@ -22,8 +22,8 @@ class Invocation:
 
     __slots__ = (
         "answer", "begun_cpu_us", "cold_start_us", "context", "deadline", "entrypoint", "finish_by", "id", "incoming",
-        "is_in_doubt", "is_over", "kill_at", "kind", "num_calls", "outcome", "request_id", "started", "status",
-        "upload",
+        "is_in_doubt", "is_over", "is_socket", "kill_at", "kind", "num_calls", "outcome", "request_id", "started",
+        "status", "upload",
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +58,7 @@ class Invocation:
         """Nothing more will come of the response; `waitUntil` work may still go on."""
         self.kill_at: float | None = None
         """When a process that has not stopped this, although told to, is taken for wedged."""
+        self.is_socket = False
         self.is_in_doubt = False
         """Whether its process gets no other requests until it is over."""
         self.finish_by: float | None = None

@@ -25,6 +25,7 @@ from edge.errors import (
     HandlerTimeout,
     IsolateLost,
     RequestTooLarge,
+    TooManyRequests,
     WorkerStartFailed,
 )
 from edge.isolates.accounting import CpuSplit
@@ -87,6 +88,8 @@ PROBE_TICKS = 5
 REPORTED_US = 1000
 """CPU time outside of invocations is reported from this much on."""
 MAX_LOG_TEXT = 64 << 10
+MAX_SOCKETS = 1000
+"""WebSockets that a process may have open."""
 
 _OF_INVOCATIONS = frozenset({ResponseHead, Finished, End, Threw, EventResult, Abort})
 _BROKEN = frozenset({"MemoryError"})
@@ -163,6 +166,8 @@ class Isolate:
         self.cold_start_us = 0
         """What the fork and the import took, until the first invocation has been told."""
         self.load = 0
+        self.num_sockets = 0
+        """WebSockets among the invocations in it: they last, and take no slot."""
         self.num_served = 0
         self.is_blocked = False
         """Whether the process does not read what it is sent: its event loop stands still."""
@@ -274,6 +279,8 @@ class Isolate:
         if invocation.incoming is None:
             content = head.content
             return OutboundResponse(head.status, head.headers, None if content is None else WholeBody(content))
+        if request.is_websocket and head.status == 101:
+            self._open_socket(invocation)
         body_ = ResponseBody(invocation.incoming, lambda: self._leave(invocation), self._lost_error)
         return OutboundResponse(head.status, head.headers, body_)
 
@@ -452,11 +459,24 @@ class Isolate:
     def _finish(self, invocation: Invocation, claim_us: int) -> None:
         """All of `invocation` is over, as far as the process says, or with it."""
         del self._invocations[invocation.id]
+        self.num_sockets -= invocation.is_socket
         cpu_us = self._cpu.end(self._gauge.cpu_us(), claim_us)
         self._is_over_cpu = False
         self._end_invocation(invocation, HandlerFailed("the handler ended without a response"), "exception")
         self._report(invocation, cpu_us)
         self.release()
+
+    def _open_socket(self, invocation: Invocation) -> None:
+        if invocation.id not in self._invocations:
+            return
+        if self.num_sockets >= MAX_SOCKETS:
+            self._cancel(invocation, self.bundle.limits.timeout_s, "canceled")
+            raise TooManyRequests(
+                f"a process of this worker has {MAX_SOCKETS} WebSockets open already", retry_after_s=1
+            )
+        invocation.is_socket = True
+        self.num_sockets += 1
+        self._home.on_room()
 
     def _end_invocation(self, invocation: Invocation, error: EdgeError, outcome: Outcome) -> None:
         """`error` is for whoever still waits for something of `invocation`."""

@@ -184,8 +184,9 @@ class Worker:
             return None
         best, least = None, self._version.bundle.limits.concurrency
         for isolate in self._version.isolates:
-            if isolate.load < least and isolate.accepts:
-                best, least = isolate, isolate.load
+            num_requests = isolate.load - isolate.num_sockets
+            if num_requests < least and isolate.accepts:
+                best, least = isolate, num_requests
         return best
 
     def _serve_waiting(self) -> None:

@@ -31,7 +31,8 @@ from edge.node.contained import contained
 KEEP_DAYS = 30
 """Layers that nobody used for this long are removed by the next build."""
 BUILD_TIMEOUT_S = 1800.0
-OURS = frozenset({"workers", "js", "pyodide", "pyodide-py", "workers-py", "workers-runtime-sdk", "edge-workers-ai"})
+DISTRIBUTION = "edge-workers-ai"
+OURS = frozenset({"workers", "js", "pyodide", "pyodide-py", "workers-py", "workers-runtime-sdk", DISTRIBUTION})
 """Packages that are not installed, because the runtime has these modules itself."""
 LOCK_FILES = ("pylock.toml", "uv.lock")
 
@@ -105,6 +106,8 @@ def read_requirements(project: Path, say: Callable[[str], None] = lambda _: None
 
 def _project_dependencies(file: Path) -> list[str]:
     project = _toml(file).get("project", {})
+    if isinstance(project, dict) and project.get("name") == DISTRIBUTION:
+        return []  # this is the runtime's own source tree, and its packages are those that it runs with
     found = project.get("dependencies", []) if isinstance(project, dict) else None
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise ConfigError(f"{file}: project.dependencies must be a list of strings")
