@@ -146,7 +146,8 @@ class OnOwnStack(Coroutine[Any, Any, Any]):
         return getattr(self._coro, name)  # cr_frame, __qualname__ and the like, for those who look at tasks
 
     def _begin(self, resume: Any, argument: Any) -> Any:
-        stack = _idle.pop() if _idle else _Stack(_serve_steps)
+        idle = _idle.stacks
+        stack = idle.pop() if idle else _Stack(_serve_steps)
         stack.is_in_step = True
         stack.gr_context = getcurrent().gr_context  # a task's steps all run in the task's context
         return self._after(stack, stack.switch(resume, argument))
@@ -156,8 +157,9 @@ class OnOwnStack(Coroutine[Any, Any, Any]):
             self._stack = stack
             return answer
         self._stack = None
-        if len(_idle) < _MAX_IDLE:
-            _idle.append(stack)
+        idle = _idle.stacks
+        if len(idle) < _MAX_IDLE:
+            idle.append(stack)
         if type(answer) is _Raised:
             raise answer.error
         return answer
@@ -178,8 +180,14 @@ if greenlet is not None:
         is_in_step: bool
 
 
-_idle: list[Any] = []
-"""Stacks between two steps: making one costs ten times what using one does."""
+class _Idle(threading.local):
+    """Stacks between two steps: making one costs ten times what using one does. A stack belongs to its thread."""
+
+    def __init__(self) -> None:
+        self.stacks: list[Any] = []
+
+
+_idle = _Idle()
 
 
 def _serve_steps(resume: Any, argument: Any) -> NoReturn:

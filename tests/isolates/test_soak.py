@@ -111,6 +111,6 @@ def counts() -> dict[str, int]:
     return {
         "tasks": len(asyncio.all_tasks()),
         "descriptors": len(os.listdir("/proc/self/fd")),
-        "isolates": sum(isinstance(each, Isolate) for each in objects),
-        "invocations": sum(isinstance(each, Invocation) for each in objects),
+        "isolates": sum(type(each) is Isolate for each in objects),
+        "invocations": sum(type(each) is Invocation for each in objects),
     }

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 from workers import _runtime
 from workers._rehearsal import rehearse
@@ -33,6 +34,13 @@ def test_a_request_is_served() -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("('hello',)\n('hello',)\n", "")
+
+
+def test_several_threads_can_do_it_in_turn() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(3):
+            pool.submit(rehearse).result()
+            rehearse()
 
 
 def test_a_loop_can_be_run_afterwards() -> None:

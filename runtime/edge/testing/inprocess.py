@@ -33,6 +33,8 @@ from workers._wire import Init, Sandboxed, Threw
 
 _FIRST_NUMBER = (1 << 22) + 1
 """Instead of pids: Linux has none above 2**22, so that gauges read nothing and no signal hits anybody."""
+CLOSE_S = 10.0
+"""How long isolates have to end."""
 _NOT_OF_WORKERS = SKIPPED_FOLDERS | {"site-packages", "dist-packages", "tests", "test"}
 _SDK_FOLDER = os.path.dirname(os.path.abspath(_runtime.__file__)) + os.sep
 
@@ -52,6 +54,7 @@ class InProcessSpawner(Spawner):
         self._process_numbers = itertools.count(_FIRST_NUMBER)
         self._isolates: dict[int, InProcessIsolate] = {}
         self._last: InProcessIsolate | None = None
+        self._running: set[asyncio.Task[None]] = set()
 
     @property
     def module(self) -> ModuleType:
@@ -82,10 +85,12 @@ class InProcessSpawner(Spawner):
         isolate = self._last = self._isolates[number] = InProcessIsolate(loop, self.output, self._keeps_modules)
         running = loop.create_task(isolate.run(theirs, Sandboxed([])), context=contextvars.Context())
 
-        def end(_: asyncio.Task[None]) -> None:
+        def end(task: asyncio.Task[None]) -> None:
+            self._running.discard(task)
             del self._isolates[number]
             on_exit(0)
 
+        self._running.add(running)
         running.add_done_callback(end)
         return number, ours
 
@@ -98,6 +103,8 @@ class InProcessSpawner(Spawner):
         """End all isolates."""
         for isolate in list(self._isolates.values()):
             isolate.end()
+        if self._running:  # a task that is left over would be cleared away in another thread, which its stack forbids
+            await asyncio.wait(self._running, timeout=CLOSE_S)
 
 
 class InProcessIsolate(Isolate):
