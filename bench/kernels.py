@@ -24,7 +24,7 @@ from torch import Tensor
 
 from edge.engine.kernels import Kernels, load
 from edge.engine.kernels.linear import NativeLinear
-from edge.engine.layers import RmsNorm
+from edge.engine.layers import PackedLinear, RmsNorm
 from edge.weights.quantized import Quantized
 
 NUM_LAYERS = 30
@@ -97,12 +97,11 @@ def _torch_us(N: int, K: int, T: int, num_copies: int) -> dict[str, float]:
     calls: dict[str, list[Callable[[], Tensor]]] = {"bf16": [], "int8": [], "int4": []}
     for _ in range(num_copies):
         weight = torch.randn(N, K, dtype=torch.bfloat16)
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         codes = torch.randint(-128, 128, (N, K), dtype=torch.int8)
         nibbles = torch.ops.aten._convert_weight_to_int4pack_for_cpu(torch.randint(0, 16, (N, K), dtype=torch.int32), 1)
         scales = torch.rand(N, dtype=torch.bfloat16)
         pairs = torch.rand(K // GROUP, N, 2, dtype=torch.bfloat16)
-        calls["bf16"].append(partial(torch.ops.mkldnn._linear_pointwise, x, packed, None, "none", [], ""))
+        calls["bf16"].append(partial(PackedLinear(weight), x))
         calls["int8"].append(partial(torch._weight_int8pack_mm, x, codes, scales))
         calls["int4"].append(partial(torch.ops.aten._weight_int4pack_mm_for_cpu, x, nibbles, GROUP, pairs))
     return {name: _time_us(each) for name, each in calls.items()}

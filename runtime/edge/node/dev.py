@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import logging
 import resource
 import signal
@@ -45,8 +44,6 @@ _MAX_PROBLEM_CHARS = 300
 _CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 _FIXED_KEYS = ("account_id", "isolates", "dev", "engine", "billing")
 """What only a new start takes over."""
-_GARBAGE = 10_000
-"""New objects after which Python looks for cycles among them: its 700 are reached every few requests."""
 _CUT_SHORT = ("Cancel %s running task(s)", "ASGI callable returned without completing response")
 """How uvicorn puts it."""
 
@@ -106,8 +103,6 @@ async def _serve(configs: Sequence[Config], sockets: list[socket.socket], *, rel
             if stop.is_set():
                 return
             server.config.app = node.app
-            gc.freeze()  # what has been imported stays: a collection need not look through it
-            gc.set_threshold(_GARBAGE)
             serving = asyncio.create_task(server.serve(sockets))
             serving.add_done_callback(lambda _: stop.set())
             base = f"http://{host}:{port}"
