@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from msgspec.structs import fields
 
 from edge.config import (
-    FILE_NAMES,
     AiConfig,
     AssetsConfig,
     BillingConfig,
@@ -22,9 +21,8 @@ from edge.config import (
     LimitsConfig,
     ModelOptions,
     TriggersConfig,
-    load,
-    strip_jsonc,
 )
+from edge.config.file import FILE_NAMES, load, strip_jsonc
 from edge.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -78,7 +76,7 @@ def test_no_file_says_what_was_looked_for(tmp_path: Path) -> None:
 def test_a_path_is_relative_to_the_working_directory(project: Path) -> None:
     write(project, MINIMAL, "other.toml")
     assert load(Path("other.toml"), project).name == "demo"
-    with pytest.raises(ConfigError, match=r"cannot read the configuration file .*nope.toml: No such file"):
+    with pytest.raises(ConfigError, match=r"nope.toml cannot be read: No such file"):
         load(Path("nope.toml"), project)
     with pytest.raises(ConfigError, match="is a folder"):
         load(Path(), project)

@@ -189,7 +189,9 @@ ESCAPES = [
 def test_nothing_outside_is_served(tmp_path: Path, path: str, handling: Any) -> None:
     root = tmp_path / "public"
     write(tmp_path, "/secret", "/secret.html", "/index.html")
-    write(root, "/.env", "/.git/config", "/a/.hidden/x", "/_headers", "/_redirects", "/a/b")
+    write(root, "/.env", "/.git/config", "/a/.hidden/x", "/a/b")
+    (root / "_headers").write_text("/x\n  x-a: b\n")
+    (root / "_redirects").write_text("/x /y\n")
     (root / "link").symlink_to(tmp_path / "secret")
     (root / "linked").symlink_to(tmp_path)
     os.mkfifo(root / "pipe")
@@ -212,7 +214,7 @@ async def body_of(answer: StreamAnswer) -> bytes:
 
 async def get(site: Site, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
     pairs = [(name.replace("_", "-"), value) for name, value in headers.items()]
-    answer = site.respond(site.asset(path), method, pairs, "q=1")
+    answer = site.respond(site.asset(path), method, path, pairs, "q=1")
     return answer.status, dict(answer.headers), await body_of(answer)
 
 

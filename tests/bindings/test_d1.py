@@ -340,9 +340,7 @@ async def test_what_a_worker_does_to_the_table_of_migrations_is_held_like_all_it
     await d1.close()
 
 
-@pytest.mark.parametrize(
-    "text", ["'" + "a" * (1 << 18), "'" + "''" * (1 << 17), "[" + "a" * (1 << 18), '"a' * (1 << 15)]
-)
+@pytest.mark.parametrize("text", ["'" + "a" * 90_000, "'" + "''" * 45_000, "[" + "a" * 90_000, '"a' * 32_768])
 def test_splitting_takes_no_more_memory_than_the_text(text: str) -> None:
     tracemalloc.start()
     try:
@@ -351,7 +349,25 @@ def test_splitting_takes_no_more_memory_than_the_text(text: str) -> None:
     finally:
         tracemalloc.stop()
     assert pieces == [(1, text)]
-    assert peak_bytes < 4 * len(text)
+    assert peak_bytes < 4 * len(text) + 20_000
+
+
+@pytest.mark.parametrize("piece", ["'", "''", "''a", "'a", "a", ".", "[", '"', "a'a'", "/", "-a", "- "])
+def test_splitting_gives_up_at_a_statement_that_is_too_long(piece: str) -> None:
+    text = piece * (1_000_000 // len(piece))
+    with pytest.raises(InvalidInput, match="statement too long: it has more than 100000 characters"):
+        list(split_statements(text))
+    assert next(split_statements(f"SELECT 1;{text}")) == (1, "SELECT 1"), "and not before"
+
+
+@pytest.mark.parametrize("piece", ["--\n", "/**/", "/*/*/ ", "; ;--x\n", "/* " + "x" * 2000 + " */"])
+async def test_splitting_gives_up_when_the_time_of_the_call_is_over(tmp_path: Path, piece: str) -> None:
+    text = piece * (8_000_000 // len(piece))
+    hasty = D1(tmp_path, timeout_s=0)
+    with pytest.raises(InvalidInput, match="ran longer than 0 s"):
+        await hasty.exec(Bundle("w", "v", "/", "m.py"), "x", text)
+    await hasty.close()
+    assert list(split_statements(f"{text}\nSELECT 1")) == [(text.count("\n") + 2, "SELECT 1")]
 
 
 def test_splitting_keeps_strings_comments_and_triggers_whole() -> None:

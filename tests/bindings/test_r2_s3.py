@@ -19,7 +19,8 @@ import pytest
 
 from edge.bindings.r2 import R2
 from edge.cli import cli
-from edge.config import S3Config, load
+from edge.config import S3Config
+from edge.config.file import load
 from edge.errors import ConfigError, InvalidInput
 from edge.isolates.base import Binding, Bundle, InboundRequest, JsonAnswer
 from edge.isolates.dispatch import Isolates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -199,3 +200,81 @@ async def test_the_hub_knows_only_what_the_bundle_has() -> None:
         await hub.ai_run(caller, "m", {}, {})
     with pytest.raises(InvalidInput, match=r"has no AI binding: add \[ai\]"):
         await hub.ai_run(Bundle("front", "v1", "/", "entry.py"), "m", {}, {})
+
+
+async def test_own_entrypoints_are_reached_through_ctx_exports(town: Town) -> None:
+    await town.deploy(
+        "front",
+        """
+        from workers import env, import_from_javascript
+        seen = []
+
+        class Default(WorkerEntrypoint):
+            async def fetch(self, request):
+                if request.url.endswith("/again"):
+                    return Response("again")
+                assert await self.ctx.exports.Counter.add(2, 3) == 5
+                assert await import_from_javascript("cloudflare:workers").exports.Counter.add(1, 1) == 2
+                assert dir(self.ctx.exports) == ["Counter", "Default"]
+                try:
+                    self.ctx.exports.Missing
+                except AttributeError as error:
+                    assert "it has: Counter, Default" in str(error)
+                again = await self.ctx.exports.Default.fetch("http://front/again")
+                return Response(await again.text())
+
+        class Counter(WorkerEntrypoint):
+            def add(self, a, b):
+                return a + b
+        """,
+    )
+    assert await town.get("front") == "again"
+
+
+async def test_exports_are_the_workers_own(town: Town) -> None:
+    """A handler can ask the node for any name, but not for another worker."""
+    await town.deploy(
+        "front",
+        """
+        from workers.bindings import BindingCalls, BindingError
+
+        class Default(WorkerEntrypoint):
+            async def fetch(self, request):
+                texts = []
+                for name in ("ctx.exports.", "ctx.exports.Other", "ctx.exports.a.b", "ctx.other.Default", "exports"):
+                    try:
+                        await BindingCalls(name).call("rpc", "m", b"\\x90")
+                    except BindingError as error:
+                        texts.append(str(error))
+                return Response.json(texts)
+        """,
+    )
+    texts = json.loads(await town.get("front"))
+    assert len(texts) == 5
+    assert "Method m does not exist" in texts[0]
+    assert "no 'Other' class defined" in texts[1]
+    assert all("is no binding" in text for text in texts[2:])
+
+
+async def test_functions_are_refused_by_the_argument_that_they_are(town: Town) -> None:
+    await town.deploy("back", "class Default(WorkerEntrypoint):\n    def call(self, *args): return lambda: 1\n")
+    await town.deploy(
+        "front",
+        """
+        class Default(WorkerEntrypoint):
+            async def fetch(self, request):
+                texts = []
+                for args in ((1, lambda: 1), (1, {"each": [print]}), (1, 2)):
+                    try:
+                        await self.env.BACK.call(*args)
+                    except Exception as error:
+                        texts.append(f"{type(error).__name__}: {error}")
+                return Response.json(texts)
+        """,
+        BACK={"service": "back"},
+    )
+    texts = json.loads(await town.get("front"))
+    refusal = "cannot be sent over RPC: functions (RPC stubs) are not supported by this runtime."
+    assert texts[0].startswith(f"TypeError: argument 2 of env.BACK.call(): function {refusal}")
+    assert texts[1].startswith(f"TypeError: argument 2 of env.BACK.call(): builtin_function_or_method {refusal}")
+    assert refusal in texts[2]

@@ -66,6 +66,30 @@ async def test_what_is_due_is_fired_and_nothing_else(workers: Workers) -> None:
     assert workers.triggers.first() == (KEY, "0 0 * * *")
 
 
+async def test_a_cron_whose_last_run_goes_on_is_left_out(workers: Workers) -> None:
+    ended = asyncio.Event()
+    answers = workers.deliver
+
+    async def deliver(key: WorkerKey, event: InboundEvent) -> Any:
+        answer = await answers(key, event)
+        await ended.wait()
+        return answer
+
+    workers.triggers = triggers = Triggers(deliver, workers.said.append)
+    triggers.use(KEY, [Cron("* * * * *"), Cron("1 0 * * *")])
+    triggers.fire(MINUTE_MS)
+    await until(lambda: len(workers.events) == 1)
+    triggers.fire(MINUTE_MS + 60_000)
+    await until(lambda: len(workers.events) == 2)
+    assert [payload["cron"] for _, _, payload in workers.events] == ["* * * * *", "1 0 * * *"]
+    assert workers.said == ['CRON "* * * * *" shop left out at 00:01 UTC: the run before still goes on']
+    ended.set()
+    await until(lambda: len(workers.said) == 3)
+    triggers.fire(MINUTE_MS + 120_000)
+    await until(lambda: len(workers.said) == 4)
+    assert workers.events[-1][2] == {"cron": "* * * * *", "scheduledTime": MINUTE_MS + 120_000}
+
+
 async def test_it_fires_at_the_full_minute(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = MINUTE_MS / 1000 - 0.02
     started = asyncio.get_running_loop().time()

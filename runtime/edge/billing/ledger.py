@@ -15,17 +15,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from edge import sqlite
 from edge.billing.meter import UsageRecord
 from edge.billing.prices import PriceBook
 from edge.billing.times import now_us
@@ -44,7 +44,6 @@ _UNWRITTEN = (  # the path and the reason are the operator's: they are in the lo
     "the call's usage record could not be written, and an answer that is not metered is not given: try again. "
     "The node's log has the reason; usually its disk is full"
 )
-_BUSY_TIMEOUT_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -151,7 +150,7 @@ class Ledger:
 
     def _commit(self, batch: list[_Entry]) -> None:
         database = self._database or self._reconnect()
-        with _transaction(database):
+        with sqlite.transaction(database):
             database.executemany(_INSERT, [msgspec.structs.astuple(entry.record) for entry in batch])
         if self._files() != self._opened_files:  # SQLite itself goes on writing to a file that has no name any more
             _log.error("the ledger %s was removed or replaced while it was open; beginning a new one", self._path)
@@ -176,20 +175,12 @@ class Ledger:
 
     def _files(self) -> list[tuple[int, int] | None]:
         """Which files are at the ledger's paths now: device and inode, None for a missing one."""
-        return [_identity(f"{self._path}{suffix}") for suffix in ("", "-wal")]
+        return [sqlite.identity_of(Path(f"{self._path}{suffix}")) for suffix in ("", "-wal")]
 
     def _disconnect(self) -> None:
         if self._database is not None:
             self._database.close()
             self._database = None
-
-
-def _identity(path: str) -> tuple[int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 def _insert_price_book(database: sqlite3.Connection, book: PriceBook) -> None:
@@ -274,14 +265,10 @@ def connect(path: Path | None) -> sqlite3.Connection:
     try:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-        database = sqlite3.connect(
-            path or ":memory:", timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-        )
+        database = sqlite.connect(path)
         try:
-            database.execute("PRAGMA journal_mode = WAL")
-            database.execute("PRAGMA synchronous = FULL")
             database.execute("PRAGMA wal_autocheckpoint = 4000")
-            _migrate(database)
+            sqlite.migrate(database, _MIGRATIONS, "the ledger", version=_version, record=_record_migration)
         except BaseException:
             database.close()
             raise
@@ -290,37 +277,15 @@ def connect(path: Path | None) -> sqlite3.Connection:
     return database
 
 
-@contextlib.contextmanager
-def _transaction(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    database.execute("BEGIN IMMEDIATE")
-    try:
-        yield database
-        database.execute("COMMIT")
-    except BaseException:
-        with contextlib.suppress(sqlite3.Error):  # the first error is the one to report
-            database.execute("ROLLBACK")
-        raise
-
-
-def _migrate(database: sqlite3.Connection) -> None:
-    if _version(database) == len(_MIGRATIONS):
-        return
-    with _transaction(database):
-        version = _version(database)  # again: another process may have migrated before our turn
-        if version > len(_MIGRATIONS):
-            raise EdgeError(
-                f"the ledger is of version {version} and this program knows up to {len(_MIGRATIONS)}: "
-                "upgrade edge-workers-ai"
-            )
-        for number, migration in enumerate(_MIGRATIONS[version:], start=version + 1):
-            migration(database)
-            database.execute("INSERT INTO migrations VALUES (?, ?, ?)", (number, migration.__name__, now_us()))
-
-
 def _version(database: sqlite3.Connection) -> int:
     if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'migrations'").fetchone():
         return 0
     return int(database.execute("SELECT max(number) FROM migrations").fetchone()[0])
+
+
+def _record_migration(database: sqlite3.Connection, number: int) -> None:
+    values = (number, _MIGRATIONS[number - 1].__name__, now_us())
+    database.execute("INSERT INTO migrations VALUES (?, ?, ?)", values)
 
 
 def _m1_usage(database: sqlite3.Connection) -> None:
@@ -374,5 +339,5 @@ def _m2_sandbox(database: sqlite3.Connection) -> None:
     database.execute("ALTER TABLE usage ADD COLUMN sandbox INTEGER NOT NULL DEFAULT 0")
 
 
-_MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_m1_usage, _m2_sandbox)
+_MIGRATIONS: tuple[sqlite.Migration, ...] = (_m1_usage, _m2_sandbox)
 """Applied once each, in this order, and recorded in the table `migrations`; a released one is never edited."""

@@ -1,8 +1,9 @@
 """Static assets: the files of a folder, served before a worker is asked and through `env.ASSETS.fetch`.
 
 Which file a path stands for follows Cloudflare's `html_handling` and `not_found_handling`. Files are looked up when
-they are asked for. Nothing outside of the folder is served, neither by `..` nor by links, and nothing whose name begins
-with a dot, except `.well-known`; it does not protect against somebody who can write to the folder.
+they are asked for; `_redirects` and `_headers` (see `asset_rules`) are read once. Nothing outside of the folder is
+served, neither by `..` nor by links, and nothing whose name begins with a dot, except `.well-known`; it does not
+protect against somebody who can write to the folder.
 
 Calls of the binding: `fetch` with method, URL and header pairs; the answer is the response.
 """
@@ -19,12 +20,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote_to_bytes, urlsplit
 
+from edge.bindings.asset_rules import Rules
 from edge.bindings.base import OneBody, parse
 from edge.bindings.storage import FileBody
 from edge.config import AssetsConfig
-from edge.errors import InvalidInput
+from edge.errors import ConfigError, InvalidInput
 from edge.isolates.base import Binding, Bundle, StreamAnswer, WorkerKey
 
+_OF_A_BODY = frozenset({"accept-ranges", "content-type", "x-content-type-options"})
 _HIDDEN = frozenset({"_headers", "_redirects", "_worker.js"})
 _OWN_TYPES = {
     ".avif": "image/avif",
@@ -40,6 +43,7 @@ _OWN_TYPES = {
     ".woff2": "font/woff2",
 }
 _TYPES = mimetypes.MimeTypes()  # of Python's own table: what the machine's files say differs from machine to machine
+_MAX_RULES_BYTES = 8 << 20
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})\Z")
 
 
@@ -50,10 +54,16 @@ class Asset(NamedTuple):
     """Path below the folder, led by a slash."""
     redirect: str = ""
     status: int = 200
+    location: str = ""
+    """Where a rule of `_redirects` leads, encoded."""
 
 
 class Site:
-    """The assets of one worker."""
+    """The assets of one worker.
+
+    Raises:
+        ConfigError: `_redirects` or `_headers` cannot be read, or has a line that is wrong.
+    """
 
     def __init__(self, config: AssetsConfig) -> None:
         self._config = config
@@ -61,6 +71,11 @@ class Site:
         patterns = config.run_worker_first if isinstance(config.run_worker_first, list) else []
         self._worker_first = [_pattern(each) for each in patterns if not each.startswith("!")]
         self._assets_first = [_pattern(each[1:]) for each in patterns if each.startswith("!")]
+        redirects, headers = self._text("_redirects"), self._text("_headers")
+        try:
+            self._rules = Rules(redirects, headers, config.html_handling)
+        except ConfigError as error:
+            raise ConfigError(f"{config.directory}/{error.message}") from error
 
     def asset_before_worker(self, path: str, is_navigation: bool) -> Asset | None:
         """What is served for the decoded `path` without asking the worker; None: the worker is asked.
@@ -74,24 +89,57 @@ class Site:
             return self.asset(path)
         if any(pattern.match(path) for pattern in self._worker_first):
             return None
-        return self.asset(path) if is_navigation else self._found(path)
+        return self.asset(path) if is_navigation else self._redirected(path) or self._found(path)
 
     def asset(self, path: str) -> Asset | None:
         """What the decoded `path` stands for, `not_found_handling` included."""
-        return self._found(path) or self._not_found(path)
+        return self._redirected(path) or self._found(path) or self._not_found(path)
 
     def respond(
-        self, asset: Asset | None, method: str, headers: Sequence[tuple[str, str]], query: str = ""
+        self, asset: Asset | None, method: str, path: str, headers: Sequence[tuple[str, str]], query: str = ""
     ) -> StreamAnswer:
-        """The response with `asset`, or one that says that there is none. Names of `headers` are in lower case."""
-        if asset is None:
+        """The response with `asset`, or one that says that there is none.
+
+        Args:
+            path: what was asked for, decoded.
+            headers: of the request, names in lower case.
+        """
+        if asset is None or not (asset.file or asset.redirect or asset.location):
             return _text(404, "Not Found")
+        if asset.location:
+            return _text(asset.status, "", [("location", _with_query(asset.location, query))])
         if method not in ("GET", "HEAD"):
             return _text(405, "Method Not Allowed", [("allow", "GET, HEAD")])
         if asset.redirect:
             location = quote(asset.redirect, safe="/") + (f"?{query}" if query else "")
             return _text(307, "", [("location", location)])
-        return self._open(asset, method, dict(headers))
+        return self._open(asset, method, path, dict(headers))
+
+    # -- rules ---------------------------------------------------------------------------------------------
+
+    def _redirected(self, path: str) -> Asset | None:
+        """Where a rule leads, whatever else there is; an empty asset where it leads to nothing in this site."""
+        redirect = self._rules.redirect(path)
+        if redirect is None:
+            return None
+        if redirect.status != 200:
+            return Asset(location=redirect.target, status=redirect.status)
+        rewritten = decoded_path(urlsplit(redirect.target).path)
+        return self._found(rewritten) or self._not_found(rewritten) or Asset(status=404)
+
+    def _text(self, name: str) -> str:
+        """The content of a file of rules; empty: there is none."""
+        path = os.path.join(self._root, name)
+        if not os.path.lexists(path):
+            return ""
+        if os.path.realpath(path) != path or not os.path.isfile(path):
+            raise ConfigError(f"assets.directory: {name} is no file, or a link; put the rules there")
+        try:
+            with open(path, encoding="utf-8") as file:
+                text = file.read(_MAX_RULES_BYTES)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"assets.directory: {name} cannot be read: {error}") from error
+        return text.removeprefix("\ufeff")
 
     # -- which file ----------------------------------------------------------------------------------------
 
@@ -165,7 +213,7 @@ class Site:
 
     # -- its content ---------------------------------------------------------------------------------------
 
-    def _open(self, asset: Asset, method: str, request: dict[str, str]) -> StreamAnswer:
+    def _open(self, asset: Asset, method: str, path: str, request: dict[str, str]) -> StreamAnswer:
         try:
             # Neither a link nor a pipe that was put there a moment ago.
             fd = os.open(self._real_path(asset.file), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -179,14 +227,16 @@ class Site:
         etag = f'"{found.st_mtime_ns:x}-{found.st_size:x}"'
         headers = [
             ("etag", etag),
-            ("cache-control", "public, max-age=0, must-revalidate"),
             ("content-type", _content_type(asset.file)),
             ("accept-ranges", "bytes"),
             ("x-content-type-options", "nosniff"),
         ]
+        if not {"authorization", "range"} & set(request):
+            headers.append(("cache-control", "public, max-age=0, must-revalidate"))
+        headers = self._rules.apply_headers(request.get("host", ""), path, headers)
         if asset.status == 200 and _lists(request.get("if-none-match", ""), etag):
             file.close()
-            return StreamAnswer(304, headers[:2], OneBody())
+            return StreamAnswer(304, [pair for pair in headers if pair[0] not in _OF_A_BODY], OneBody())
         status, start, end = asset.status, 0, found.st_size
         if status == 200 and (bounds := _bounds(request, etag, end)):
             status, (start, end) = 206, bounds
@@ -238,8 +288,8 @@ class Assets:
         site = self.sites.get(caller.key)
         if site is None:
             raise InvalidInput("the worker has no assets any more; a new version without them has taken over")
-        headers = [(name.lower(), value) for name, value in headers]
-        return site.respond(site.asset(path), http_method.upper(), headers, parts.query)
+        headers = [("host", parts.netloc), *((name.lower(), value) for name, value in headers)]
+        return site.respond(site.asset(path), http_method.upper(), path, headers, parts.query)
 
     async def close(self) -> None:
         """Files are closed by those who read them."""
@@ -248,6 +298,12 @@ class Assets:
 def decoded_path(path: str) -> str:
     """The path of a URL with `%xx` resolved; what is no UTF-8 becomes something that is no file."""
     return unquote_to_bytes(path or "/").decode(errors="replace")
+
+
+def _with_query(location: str, query: str) -> str:
+    """A target with the query of the request, if it has none of its own."""
+    target, mark, fragment = location.partition("#")
+    return f"{target}?{query}{mark}{fragment}" if query and "?" not in target else location
 
 
 def _stems(path: str) -> list[str]:

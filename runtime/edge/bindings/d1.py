@@ -3,7 +3,7 @@
 The SQL is untrusted and runs in the node, so SQLite is held to what it cannot harm: an authorizer refuses other files,
 transactions over several calls and pragmas that change how files are written; SQLite's defensive mode refuses writes
 that could make a file corrupt; and text, columns, rows, results, the file and the time of a query are limited.
-A large sort may fill temporary files, until the disk of the state directory has no more to spare than a node needs.
+A call that fills a disk, with rows or with the temporary files of a large sort, is ended while the node has room left.
 
 Methods that a handler calls (`workers.bindings.d1` does it for the documented API), with parameters that are None,
 bool, int, float, str or bytes:
@@ -20,10 +20,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import itertools
 import logging
+import os
 import re
 import sqlite3
 import sys
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -31,10 +34,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from edge.bindings import storage
 from edge.bindings.base import parse
-from edge.bindings.storage import BUSY_TIMEOUT_S, be_durable, check_space, folder_of, identity_of
+from edge.bindings.storage import check_space, folder_of
 from edge.errors import EdgeError, InvalidInput, OutOfCapacity, StorageUnavailable
 from edge.isolates.base import Binding, Bundle, JsonAnswer, StreamAnswer
+from edge.sqlite import BUSY_TIMEOUT_S, be_durable, identity_of
 
 QUERY_TIMEOUT_S = 30.0
 MAX_SQL_BYTES = 100_000
@@ -55,8 +60,10 @@ _MAX_WAITING = 1000
 _NUM_THREADS = 32
 _STEPS_PER_TICK = 10_000
 _PAGE_BYTES = 4096
-_LOOK_AT_DISK_EVERY = 50
-"""Ticks."""
+_LOOK_AT_DISKS_EVERY_S = 0.05
+_MAX_DISK_USE_BYTES = 16 << 20
+"""Of one call, where a disk has less left than bindings must leave: reading goes on there, if it is no large sort."""
+_TOKENS_PER_TICK = 1000
 
 T = TypeVar("T")
 Statement = tuple[str, list[Any]]
@@ -127,7 +134,7 @@ class D1:
         match method:
             case "query":
                 (statements,) = parse("D1_TYPE_ERROR", args, tuple[list[Statement]])
-                is_read = not any(_seems_to_write(sql) for sql, _ in statements)
+                is_read = not _seem_to_write(statements)
                 with self._holding(caller.account, _checked_size(statements)):
                     results = await self._run(caller, id, is_read, lambda connection: connection.query(statements))
                 answer = {"results": results, "bookmark": f"{time.time_ns() // 1_000_000:016x}"}
@@ -190,13 +197,23 @@ class D1:
                 future = asyncio.get_running_loop().run_in_executor(self._threads, file.run, job, deadline, is_read)
                 future.add_done_callback(_looked_at)
                 try:
-                    return await asyncio.shield(future)
+                    await self._watch_disks(file, deadline, future)
+                    return future.result()
                 except asyncio.CancelledError:
                     deadline.stop()
                     await asyncio.wait([future])  # its turn ends when the connection is free
                     raise
         finally:
             file.num_waiting -= 1
+
+    async def _watch_disks(self, file: _File, deadline: _Deadline, future: asyncio.Future[Any]) -> None:
+        """Until `future` is done, stop it where it fills a disk: SQLite itself cannot tell, between two rows of a sort
+        it may write a gigabyte."""
+        disks: _Disks | None = None
+        while not (await asyncio.wait([future], timeout=_LOOK_AT_DISKS_EVERY_S))[0]:
+            disks = disks or _Disks(file.path.parent)
+            if shortage := disks.shortage():
+                deadline.stop(StorageUnavailable(f"D1_ERROR: {shortage}"))
 
     @contextlib.contextmanager
     def _holding(self, account: str, num_bytes: int) -> Iterator[None]:
@@ -232,19 +249,80 @@ class _IsWrite(Exception):
     """What was taken for reading wants to write."""
 
 
+class _Disks:
+    """Where a call can write: the disk of its database, and the one that SQLite's temporary files are on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._free_before = {each: _free_bytes(each) for each in (folder, _temp_folder())}
+
+    def shortage(self) -> str:
+        """What is short, where a disk has less left than bindings must leave and has lost much since this was made."""
+        for folder, before in self._free_before.items():
+            free = _free_bytes(folder)
+            if free < storage.MIN_FREE_BYTES and before - free > _MAX_DISK_USE_BYTES:
+                return (
+                    f"the call filled a disk of the node, which has less than {storage.MIN_FREE_BYTES >> 20} MiB left: "
+                    "use an index or LIMIT where it sorts; or free some space there, have $SQLITE_TMPDIR name a folder "
+                    "with room for large sorts, or move the state with `--state-dir`"
+                )
+        return ""
+
+
+def _free_bytes(folder: Path) -> int:
+    try:
+        return storage.free_bytes(folder)
+    except OSError:  # the folder of a database that nobody has written to
+        return sys.maxsize
+
+
+def _temp_folder() -> Path:
+    """Where SQLite puts temporary files (see its `unixTempFileDir`)."""
+    candidates = (os.environ.get("SQLITE_TMPDIR"), os.environ.get("TMPDIR"), "/var/tmp", "/usr/tmp", "/tmp")
+    usable = (each for each in candidates if each and os.path.isdir(each) and os.access(each, os.W_OK | os.X_OK))
+    return Path(next(usable, "."))
+
+
 class _Deadline:
+    """When a call has to end: when its time is over, or when it is stopped."""
+
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._at = time.monotonic() + timeout_s
+        self._reason: EdgeError | None = None
+        self._lock = threading.Lock()
+        self._database: sqlite3.Connection | None = None
 
     def is_over(self) -> bool:
         return time.monotonic() >= self._at
 
-    def stop(self) -> None:
-        self._at = 0.0
+    def check(self) -> None:
+        """Raises what `error` gives if the call has to end."""
+        if self.is_over():
+            raise self.error()
 
-    def __str__(self) -> str:
-        return f"the query ran longer than {self._timeout_s:g} s, the limit of a call"
+    def error(self, details: str = "") -> EdgeError:
+        """Why the call has to end."""
+        return self._reason or InvalidInput(
+            f"D1_ERROR: the query ran longer than {self._timeout_s:g} s, the limit of a call{details}"
+        )
+
+    def stop(self, reason: EdgeError | None = None) -> None:
+        """End what runs, from another thread; `reason` is what its caller gets."""
+        with self._lock:
+            self._at, self._reason = 0.0, reason
+            if self._database is not None:
+                self._database.interrupt()
+
+    @contextlib.contextmanager
+    def interrupting(self, database: sqlite3.Connection) -> Iterator[None]:
+        """While the block runs, `database` is what `stop` interrupts."""
+        with self._lock:
+            self._database = database
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._database = None
 
 
 class _File:
@@ -254,7 +332,7 @@ class _File:
         self.writing = asyncio.Semaphore(1)
         self.reading = asyncio.Semaphore(_MAX_READERS)
         self.num_waiting = 0
-        self._path = path
+        self.path = path
         self._idle: dict[bool, list[_Connection]] = {True: [], False: []}
         self._closed = False
 
@@ -262,9 +340,9 @@ class _File:
         """`job` on a connection of its own, on this thread."""
         try:
             connection = self._take(is_read)
-            connection.deadline = deadline
             try:
-                result = job(connection)
+                with connection.held_to(deadline):
+                    result = job(connection)
             except EdgeError:
                 self._give_back(connection)
                 raise
@@ -277,7 +355,7 @@ class _File:
                 raise _IsWrite from error
             raise _failure(error, deadline, None) from error
         except OSError as error:
-            _log.error("%s: %s", self._path, error)
+            _log.error("%s: %s", self.path, error)
             raise StorageUnavailable(
                 "D1_ERROR: the database cannot be opened: is the state folder writable?"
             ) from error
@@ -291,15 +369,15 @@ class _File:
                 connections.pop().close()
 
     def _take(self, is_read: bool) -> _Connection:
-        identity = identity_of(self._path)
+        identity = identity_of(self.path)
         while self._idle[is_read]:
             connection = self._idle[is_read].pop()
             if connection.identity == identity:
                 return connection
             connection.close()
         if identity is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return _Connection(self._path, is_read)
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return _Connection(self.path, is_read)
 
     def _give_back(self, connection: _Connection) -> None:
         if self._closed:
@@ -317,7 +395,6 @@ class _Connection:
         self._folder = path.parent
         self._is_theirs = False
         self._refusal: str | None = None
-        self._num_ticks = 0
         # Nothing is cached: SQLite asks the authorizer when it compiles, and theirs must not find a COMMIT of ours.
         self._database = sqlite3.connect(
             path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=0
@@ -333,6 +410,13 @@ class _Connection:
         """Close the connection."""
         self._database.close()
 
+    @contextlib.contextmanager
+    def held_to(self, deadline: _Deadline) -> Iterator[None]:
+        """While the block runs, end what runs when `deadline` says so."""
+        self.deadline = deadline
+        with deadline.interrupting(self._database):
+            yield
+
     def query(self, statements: list[Statement]) -> list[dict[str, Any]]:
         """Columns, rows and meta of each statement, all in one transaction."""
         with self._transaction():
@@ -347,18 +431,10 @@ class _Connection:
     def exec(self, text: str) -> dict[str, Any]:
         """Run the statements of `text`; those before one that fails stay done."""
         started = time.perf_counter()
-        count = 0
-        failure: EdgeError | None = None
         with self._transaction():
-            for line, sql in split_statements(text):
-                try:
-                    self._execute(sql, [], MAX_RESULT_BYTES)
-                except EdgeError as error:
-                    if not self._database.in_transaction:
-                        raise
-                    failure = _in_line(error, line)
-                    break
-                count += 1
+            count, failure = self._execute_all(text)
+            if failure is not None and not self._database.in_transaction:
+                raise failure
         if failure is not None:
             raise failure
         return {"count": count, "duration": _ms_since(started)}
@@ -377,18 +453,27 @@ class _Connection:
             found, _ = self._execute(f"SELECT 1 FROM {_quoted(table)} WHERE name = ?", [name], MAX_RESULT_BYTES)
             if found["rows"]:
                 return False
-            for line, sql in split_statements(text):
-                try:
-                    self._execute(sql, [], MAX_RESULT_BYTES)
-                except EdgeError as error:
-                    raise _in_line(error, line) from error
+            _, failure = self._execute_all(text)
+            if failure is not None:
+                raise failure
             self._execute(f"INSERT INTO {_quoted(table)} (name) VALUES (?)", [name], 0)
         return True
 
+    def _execute_all(self, text: str) -> tuple[int, EdgeError | None]:
+        """How many of the statements of `text` were run, and why the next one was not."""
+        count, line = 0, 1
+        try:
+            for piece in split_statements(text, self.deadline.check):
+                line = piece.line
+                self._execute(piece.sql, [], MAX_RESULT_BYTES)
+                count += 1
+        except EdgeError as error:
+            return count, _in_line(error, line)
+        return count, None
+
     def _execute(self, sql: str, parameters: list[Any], max_bytes: int) -> tuple[dict[str, Any], int]:
         """The result of one statement, and about how many bytes it has."""
-        if self.deadline.is_over():
-            raise InvalidInput(f"D1_ERROR: {self.deadline}")
+        self.deadline.check()
         started = time.perf_counter()
         changes_before = self._database.total_changes
         self._is_theirs, self._refusal = True, None
@@ -448,16 +533,8 @@ class _Connection:
         database.set_authorizer(self._authorize)
 
     def _must_stop(self) -> bool:
-        """Asked by SQLite every `_STEPS_PER_TICK` steps. The disk is what large sorts and tables fill."""
-        if not self._is_theirs:
-            return False
-        self._num_ticks += 1
-        if self._num_ticks % _LOOK_AT_DISK_EVERY == 0:
-            try:
-                check_space(self._folder)
-            except StorageUnavailable as error:
-                self._refusal = error.message
-        return self._refusal is not None or self.deadline.is_over()
+        """Asked by SQLite every `_STEPS_PER_TICK` steps."""
+        return self._is_theirs and self.deadline.is_over()
 
     def _authorize(self, action: int, first: str | None, second: str | None, *_: str | None) -> int:
         if not self._is_theirs:
@@ -538,44 +615,71 @@ def _checked_size(statements: list[Statement]) -> int:
     return num_bytes
 
 
+def _seem_to_write(statements: list[Statement]) -> bool:
+    """A guess that decides where to try first: a connection for reading finds out what writes all the same. The event
+    loop makes it, so that it is not made for very long texts."""
+    if sum(len(sql) for sql, _ in statements) > MAX_SQL_BYTES:
+        return True
+    return any(_seems_to_write(sql) for sql, _ in statements)
+
+
 def _seems_to_write(sql: str) -> bool:
-    """A guess that decides where to try first: a connection for reading finds out what writes all the same."""
     verb = verb_of(sql)
     return verb not in _READING or (verb == "WITH" and _WRITING_WORD.search(sql) is not None)
 
 
-_TOKEN = re.compile(
-    # Possessive: how they repeat is not kept, which for a long text would be many times its size.
-    r"""'(?:[^']++|'')*+(?:'|$) | "(?:[^"]++|"")*+(?:"|$) | `(?:[^`]++|``)*+(?:`|$) | \[[^\]]*+(?:\]|$)"""
-    r""" | (?P<blank>--[^\n]*|/\*.*?(?:\*/|$)|\s+) | (?P<word>\w+) | (?P<end>;) | .""",
-    re.DOTALL | re.VERBOSE,
-)
+_CLOSING = {"'": "'", '"': '"', "`": "`", "[": "]", "--": "\n", "/*": "*/"}
+"""What ends that which begins so. A quote that is doubled within quotes ends one string and begins another."""
+_MARK = re.compile(r"""(?P<end>;)|(?P<quote>['"`\[])|(?P<comment>--|/\*)""")
+_MARK_OR_WORD = re.compile(rf"{_MARK.pattern}|(?P<word>\w{{1,1000}})")
+_GAP = re.compile(r"(?:[\s;]++|--[^\n]*+|/\*[^*]{0,1000}+\*/){1,1000}+")
+"""Between statements. Whatever cannot be bounded here, one search must not keep other threads waiting for long."""
 
 
-def split_statements(text: str) -> Iterator[Piece]:
-    """The statements of `text`, without the `;` between them; the body of a trigger stays in one piece."""
+def split_statements(text: str, tick: Callable[[], None] = lambda: None) -> Iterator[Piece]:
+    """The statements of `text`, without the `;` between them; the body of a trigger stays in one piece.
+
+    Args:
+        tick: called now and then, to give up by raising.
+
+    Raises:
+        InvalidInput: a statement is longer than `MAX_SQL_BYTES`.
+    """
     words: list[str] = []
     start, depth, line = -1, 0, 1
-    counted = 0
-    for token in _TOKEN.finditer(text):
-        if token["end"] and depth <= 0:
-            if start >= 0:
-                line += text.count("\n", counted, start)
-                counted = start
-                yield Piece(line, text[start : token.start()].strip())
-            words, start, depth = [], -1, 0
-            continue
-        if token["blank"]:
-            continue
+    at = counted = 0
+    for num_tokens in itertools.count(1):
+        if num_tokens % _TOKENS_PER_TICK == 0:
+            tick()
         if start < 0:
-            start = token.start()
-        if word := token["word"]:
+            words, depth = [], 0
+            while gap := _GAP.match(text, at):
+                tick()
+                at = gap.end()
+        is_trigger = words[:1] == ["CREATE"] and "TRIGGER" in words
+        end = (at if start < 0 else start) + MAX_SQL_BYTES
+        token = (_MARK_OR_WORD if is_trigger or len(words) < 3 else _MARK).search(text, at, end + 2)
+        if token is None and len(text) > end:
+            raise InvalidInput(f"D1_ERROR: statement too long: it has more than {MAX_SQL_BYTES} characters")
+        if start < 0 and not (token and token.start() == at and token["comment"]):
+            line += text.count("\n", counted, at)
+            start = counted = at
+        if token is None:
+            break
+        at = token.end()
+        if opening := token["comment"] or token["quote"]:
+            closing = text.find(_CLOSING[opening], at)
+            at = closing + len(_CLOSING[opening]) if closing >= 0 else len(text)
+        elif token["end"] and depth <= 0:
+            yield Piece(line, text[start : token.start()].strip())
+            start = -1
+        elif word := token["word"]:
             if len(words) < 3:
                 words.append(word.upper())
-            if "TRIGGER" in words and words[0] == "CREATE":
+            elif is_trigger:
                 depth += {"BEGIN": 1, "CASE": 1, "END": -1}.get(word.upper(), 0)
-    if start >= 0:
-        yield Piece(line + text.count("\n", counted, start), text[start:].strip())
+    if rest := text[start:].strip():
+        yield Piece(line, rest)
 
 
 def _fetch(cursor: sqlite3.Cursor, max_bytes: int) -> tuple[list[Any], int]:
@@ -599,13 +703,15 @@ def _failure(error: Exception, deadline: _Deadline, refusal: str | None) -> Edge
         return InvalidInput("D1_TYPE_ERROR: a parameter is beyond the integers of 64 bits")
     name = getattr(error, "sqlite_errorname", "")
     if name == "SQLITE_INTERRUPT":
-        return InvalidInput(f"D1_ERROR: {deadline}: {name}")
+        return deadline.error(f": {name}")
     if "one statement at a time" in str(error):
         return InvalidInput("D1_ERROR: a prepared statement is one statement: use batch([…]) or exec() for several")
     if "number of bindings" in str(error):
         return InvalidInput(f"D1_ERROR: Wrong number of parameter bindings for SQL query. {error}")
     primary = "_".join(name.split("_")[:2])
     text = f"D1_ERROR: {error}: {primary}" if primary else f"D1_ERROR: {error}"
+    if isinstance(error, sqlite3.Error) and storage.is_disk_full(error):
+        text += f": the disk of the node is full, or the database has {MAX_FILE_BYTES >> 30} GiB: free some space"
     if primary in _NOT_THE_CALLER_S:
         _log.error("%s", text)
         return StorageUnavailable(text)

@@ -18,9 +18,11 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import io
 import math
 import sqlite3
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -35,11 +37,11 @@ from edge.bindings.storage import (
     Databases,
     FileBody,
     Spool,
-    check_space,
     content_of,
+    has_space,
     make_folder,
 )
-from edge.errors import InvalidInput, RequestTooLarge
+from edge.errors import InvalidInput, RequestTooLarge, StorageUnavailable
 from edge.isolates.base import Binding, Bundle, JsonAnswer, StreamAnswer
 
 MAX_KEY_BYTES = 512
@@ -48,6 +50,8 @@ MAX_METADATA_BYTES = 1024
 MAX_KEYS_PER_GET = 100
 MAX_KEYS_PER_LIST = 1000
 MIN_TTL_S = 60
+MAX_COPIED_BYTES = 64 << 20
+"""Of long values that are being read while the disk has no room for copies of them."""
 
 _MAX_PURGED = 100
 
@@ -71,6 +75,7 @@ class Kv:
         """Keep state below `state_dir`. `clock` gives seconds since 1970."""
         self._databases = Databases("kv", state_dir, [_m1_entries])
         self._clock = clock
+        self.copies = _Copies()
 
     async def call(
         self, caller: Bundle, binding: Binding, method: str, args: list[Any], body: AsyncIterator[bytes] | None
@@ -104,6 +109,48 @@ class Kv:
     def now_s(self) -> float:
         """Seconds since 1970."""
         return self._clock()
+
+
+class _Copies:
+    """Where long values lie while they are read: in files without names, or in memory where the disk has no room."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held_bytes = 0
+
+    def new_file(self, folder: Path, size_bytes: int) -> IO[bytes]:
+        """An empty file for a value of that size. It is gone when it is closed.
+
+        Raises:
+            StorageUnavailable: neither the disk nor `MAX_COPIED_BYTES` has room.
+        """
+        if has_space(folder):
+            return tempfile.TemporaryFile(dir=folder)
+        with self._lock:
+            if self._held_bytes + size_bytes > MAX_COPIED_BYTES:
+                raise StorageUnavailable(
+                    "KV GET failed: 503 too many long values are being read for a node whose disk is full: read them "
+                    "one after the other, or free some space"
+                )
+            self._held_bytes += size_bytes
+        return _InMemory(lambda: self._give_back(size_bytes))
+
+    def _give_back(self, size_bytes: int) -> None:
+        with self._lock:
+            self._held_bytes -= size_bytes
+
+
+class _InMemory(io.BytesIO):
+    """Calls `on_close` once."""
+
+    def __init__(self, on_close: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_close = on_close
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._on_close()
 
 
 class _Namespace:
@@ -219,8 +266,7 @@ class _Namespace:
         return found if value is None else {**found, "value": value}
 
     def _copy(self, database: sqlite3.Connection, name: bytes) -> tuple[IO[bytes], int, Any] | None:
-        """A long value as a file of its own, so that a slow reader holds neither a transaction nor memory."""
-        check_space(self._database.folder)
+        """A long value as a file of its own, so that a slow reader holds no transaction and, if possible, no memory."""
         database.execute("BEGIN")
         try:
             row = database.execute(
@@ -231,7 +277,7 @@ class _Namespace:
                 return None
             with database.blobopen("entries", "value", row[0], readonly=True) as blob:
                 size = len(blob)
-                file = tempfile.TemporaryFile(dir=self._database.folder)  # noqa: SIM115 - the reader closes it
+                file = self._kv.copies.new_file(self._database.folder, size)
                 while piece := blob.read(PIECE_BYTES):
                     file.write(piece)
             return file, size, row[1] and msgspec.json.decode(row[1])

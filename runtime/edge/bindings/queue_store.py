@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from edge.bindings.storage import Database
+from edge.bindings.storage import Database, make_folder
 from edge.errors import OutOfCapacity
 
 MAX_FILE_BYTES = 1 << 30
@@ -86,7 +86,9 @@ class QueueStore:
 
         Raises:
             OutOfCapacity: the account's queues hold `MAX_FILE_BYTES`.
+            StorageUnavailable: the disk has no room for bindings.
         """
+        make_folder(self._database.folder)
 
         def send(connection: sqlite3.Connection) -> None:
             _check_room(connection)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import logging
 import os
 import re
 import sqlite3
 import threading
-import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,17 +24,14 @@ from typing import IO, Any, NamedTuple, Self, TypeVar
 
 from edge.errors import EdgeError, InvalidInput, StorageUnavailable
 from edge.isolates.base import Bundle
+from edge.sqlite import Migration, connect, identity_of, migrate, transaction
 
 INLINE_BYTES = 64 << 10
 """Up to here, a value or object travels within one frame."""
 PIECE_BYTES = 256 << 10
 MIN_FREE_BYTES = 256 << 20
 """Of the disk, that bindings leave to the node."""
-BUSY_TIMEOUT_S = 10.0
-"""For which one process waits for another that writes to the same file."""
-
-_MAX_LOG_BYTES = 64 << 20
-"""What a write-ahead log may keep on disk once all of it is in its database."""
+_REMEDY = "free some space, or move the state with `--state-dir`"
 _MAX_BATCH = 1000
 _MAX_OPEN = 128
 _NUM_THREADS = 8
@@ -42,7 +39,6 @@ _NUM_THREADS = 8
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Migration = Callable[[sqlite3.Connection], None]
 
 
 # -- names and arguments -----------------------------------------------------------------------------------
@@ -80,12 +76,29 @@ def check_space(folder: Path | int) -> None:
     Raises:
         StorageUnavailable: less than `MIN_FREE_BYTES` are free.
     """
-    found = os.statvfs(folder)
-    if found.f_bavail * found.f_frsize < MIN_FREE_BYTES:
+    if not has_space(folder):
         raise StorageUnavailable(
-            f"the disk of the node has less than {MIN_FREE_BYTES >> 20} MiB left, which bindings may not use: "
-            "free some space, or move the state with `--state-dir`"
+            f"the disk of the node has less than {MIN_FREE_BYTES >> 20} MiB left, which bindings may not use: {_REMEDY}"
         )
+
+
+def has_space(folder: Path | int) -> bool:
+    """Whether bindings may write to a folder, or to an open file."""
+    return free_bytes(folder) >= MIN_FREE_BYTES
+
+
+def free_bytes(folder: Path | int) -> int:
+    """What the file system of a folder, or of an open file, has left for programs like this one."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def is_disk_full(error: sqlite3.Error | OSError) -> bool:
+    """Whether `error` says that something could not be written because there was no room for it."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    # The latter: not even for the index of the log, which readers need as well.
+    return getattr(error, "sqlite_errorname", "") in ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE")
 
 
 def make_folder(folder: Path) -> None:
@@ -106,6 +119,8 @@ def _failures_of(path: Path | str) -> Iterator[None]:
         yield
     except (sqlite3.Error, OSError) as error:
         _log.error("%s: %s", path, error)
+        if is_disk_full(error):
+            raise StorageUnavailable(f"the disk of the node is full: {_REMEDY}") from error
         raise StorageUnavailable("what the binding keeps cannot be used: the node's log has the reason") from error
 
 
@@ -266,76 +281,17 @@ class Database:
 class _Connection(NamedTuple):
     database: sqlite3.Connection
     identity: tuple[int, int] | None
-    """Device and inode: SQLite goes on with a file that has no name any more."""
 
 
 def _open(path: Path, migrations: Sequence[Migration]) -> _Connection:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    database = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+    database = connect(path)
     try:
-        be_durable(database)
-        _migrate(database, migrations)
+        migrate(database, migrations, "the state")
     except BaseException:
         database.close()
         raise
     return _Connection(database, identity_of(path))
-
-
-def be_durable(database: sqlite3.Connection) -> None:
-    """Have a commit return only when it is on disk, and readers not wait for a writer."""
-    give_up_at = time.monotonic() + BUSY_TIMEOUT_S
-    while True:
-        try:
-            database.execute("PRAGMA journal_mode = WAL")
-            break
-        except sqlite3.OperationalError as error:
-            # Of several that make a new file, SQLite lets only the first wait for its turn.
-            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up_at:
-                raise
-            time.sleep(0.005)
-    database.execute("PRAGMA synchronous = FULL")
-    database.execute(f"PRAGMA journal_size_limit = {_MAX_LOG_BYTES}")
-
-
-def _migrate(database: sqlite3.Connection, migrations: Sequence[Migration]) -> None:
-    if _version(database) == len(migrations):
-        return
-    with transaction(database):
-        version = _version(database)  # again: another process may have migrated before our turn
-        if version > len(migrations):
-            raise StorageUnavailable(
-                f"the state is of version {version} and this program knows up to {len(migrations)}: "
-                "upgrade edge-workers-ai"
-            )
-        for migration in migrations[version:]:
-            migration(database)
-        database.execute(f"PRAGMA user_version = {len(migrations)}")
-
-
-def _version(database: sqlite3.Connection) -> int:
-    return int(database.execute("PRAGMA user_version").fetchone()[0])
-
-
-def identity_of(path: Path) -> tuple[int, int] | None:
-    """Device and inode of what is at `path` now; None: nothing."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
-@contextlib.contextmanager
-def transaction(database: sqlite3.Connection) -> Any:
-    """A transaction that is committed, or rolled back if its block raises."""
-    database.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        database.execute("COMMIT")
-    except BaseException:
-        with contextlib.suppress(sqlite3.Error):  # the first error is the one to report
-            database.execute("ROLLBACK")
-        raise
 
 
 def _commit(database: sqlite3.Connection, batch: list[_Change]) -> list[tuple[Any, Exception | None]]:

@@ -63,7 +63,7 @@ def _read_configs(paths: tuple[Path, ...], state_dir: Path | None, insecure_no_s
     """The configurations; what concerns the node as a whole is that of the first.
 
     Raises:
-        ConfigError: as `edge.config.load`.
+        ConfigError: as `edge.config.file.load`.
         UsageError: the sandbox is to be off, and the option that confirms it is missing.
     """
     configs = [read_config(path, state_dir) for path in paths or (None,)]

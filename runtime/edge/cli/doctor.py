@@ -23,7 +23,8 @@ import msgspec
 
 from edge.cli.options import config_options, json_option, read_config
 from edge.cli.output import format_bytes, line_width
-from edge.config import Config, DevConfig, EngineConfig, find
+from edge.config import Config, DevConfig, EngineConfig
+from edge.config.file import find
 from edge.errors import ConfigError
 from edge.isolates.sandbox.layers import LAYERS, Layer, SandboxReport, refusal
 from edge.weights.manifest import DEFAULT_NAME, DEFAULT_SPEC

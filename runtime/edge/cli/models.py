@@ -98,7 +98,8 @@ def remove_model(name: str, adapter: str | None, config_path: Path | None, state
 def adapt_model(model: str, folder: Path, name: str | None, config_path: Path | None, state_dir: Path | None) -> None:
     """Give MODEL the LoRA adapter in FOLDER, which PEFT's save_pretrained wrote.
 
-    Calls use it with `lora` in their inputs. It is read when first asked for, also by an `edge dev` that is running.
+    Calls use it with `lora` in their inputs, also those of an `edge dev` that is running. An adapter that calls could
+    not use, because it was made for another model or is more than LoRA on linear layers, is refused.
     """
     name = ModelStore.in_state_dir(find_state_dir(config_path, state_dir)).add_adapter(model, folder, name)
     click.echo(f'{model} has the adapter {name}: env.AI.run("{model}", {{"prompt": …, "lora": "{name}"}})', err=True)

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import click
 from msgspec.structs import replace
 
-from edge.config import Config, load
+from edge.config import Config
+from edge.config.file import load
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -46,7 +47,7 @@ def read_config(config_path: Path | None, state_dir: Path | None) -> Config:
     """The configuration that the options name.
 
     Raises:
-        ConfigError: as `edge.config.load`.
+        ConfigError: as `edge.config.file.load`.
         UnicodeEncodeError: a path is no text in UTF-8.
     """
     config = load(config_path, Path.cwd())
@@ -60,6 +61,6 @@ def find_state_dir(config_path: Path | None, state_dir: Path | None) -> Path:
     """The state directory, for commands that need no more: with `--state-dir` no configuration file is needed.
 
     Raises:
-        ConfigError: as `edge.config.load`.
+        ConfigError: as `edge.config.file.load`.
     """
     return state_dir.absolute() if state_dir is not None else read_config(config_path, None).state_dir

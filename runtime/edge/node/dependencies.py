@@ -27,6 +27,7 @@ import msgspec
 from edge.config import Config
 from edge.errors import ConfigError, DependenciesFailed
 from edge.node.contained import contained
+from edge.text_files import read_text
 
 KEEP_DAYS = 30
 """Layers that nobody used for this long are removed by the next build."""
@@ -120,7 +121,7 @@ def _read_requirements_file(file: Path, lines: list[str], pins: list[str], inclu
     """Add the lines of a requirements file, and of those that it includes, as pip takes them from any folder."""
     if file in including or len(including) >= _MAX_INCLUDES:
         raise ConfigError(f"{including[-1]}: {file} includes itself")
-    text = re.sub(r"\\\n", " ", _read(file))
+    text = re.sub(r"\\\n", " ", read_text(file, "a list of packages", _MAX_FILE_BYTES))
     for line in (re.sub(r"(^|\s)#.*", "", each).strip() for each in text.splitlines()):
         option, _, value = line.replace("=", " ", 1).partition(" ") if line.startswith("--") else line.partition(" ")
         other = file.parent / value.strip()
@@ -195,23 +196,9 @@ def _is_from_index(source: Any) -> bool:
 
 def _toml(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(_read(file))
+        return tomllib.loads(read_text(file, "a list of packages", _MAX_FILE_BYTES))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid TOML: {error}") from error
-
-
-def _read(file: Path) -> str:
-    try:
-        with file.open("rb") as stream:
-            data = stream.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
-    if len(data) > _MAX_FILE_BYTES:
-        raise ConfigError(f"{file} is longer than {_MAX_FILE_BYTES} bytes")
-    try:
-        return data.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is not UTF-8 text: byte {error.start}") from error
 
 
 # -- layers ------------------------------------------------------------------------------------------------
@@ -331,7 +318,7 @@ async def _install(folder: Path, source: Path | None) -> None:
             await process.wait()
     if process.returncode != 0:
         lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()]
-        raise DependenciesFailed(_explanation(lines[-_SHOWN_LINES:], source))
+        raise DependenciesFailed(_explanation(lines, source))
 
 
 def _command(folder: Path) -> list[str]:
@@ -353,6 +340,7 @@ _UV_SETTINGS = {
     "UV_DEFAULT_INDEX": "PIP_INDEX_URL",
     "UV_INDEX": "PIP_EXTRA_INDEX_URL",
     "UV_FIND_LINKS": "PIP_FIND_LINKS",
+    "UV_NO_INDEX": "PIP_NO_INDEX",
 }
 
 
@@ -364,15 +352,37 @@ def _environment() -> dict[str, str]:
     return for_uv | found | {"PYTHONSAFEPATH": "1"}
 
 
+_UNREACHABLE = re.compile(
+    r"connection (broken|refused|reset)|ConnectionError|name resolution|dns error|timed out|ProxyError", re.I
+)
+_NOTHING_FOUND = ("No matching distribution", "No solution found")
+
+
 def _explanation(lines: list[str], source: Path | None) -> str:
     text = "\n".join(lines)
-    if "No matching distribution" in text or "No solution found" in text:
+    if _UNREACHABLE.search(text):
         fix = (
-            "Is the name right, and is there a wheel for this Python and platform? Packages are not built from source: "
-            "python -m pip wheel NAME --wheel-dir DIR builds one, and PIP_FIND_LINKS=DIR lets it be found."
+            "the package index cannot be reached. Connect to the network, or name another index (PIP_INDEX_URL=URL) "
+            "or a folder with the wheels (PIP_FIND_LINKS=DIR)"
         )
-    elif "onnection" in text or "name resolution" in text or "dns error" in text:
-        fix = "Can the package index be reached? PIP_INDEX_URL names another one."
+    elif any(words in text for words in _NOTHING_FOUND) and _is_set("PIP_NO_INDEX"):
+        fix = (
+            "PIP_NO_INDEX keeps pip from the package index, and the folders that it looks in have no wheels of them. "
+            "Unset it, or name one that has (PIP_FIND_LINKS=DIR): python -m pip download NAME --dest DIR fills it. "
+            "Packages are not built from source"
+        )
+    elif any(words in text for words in _NOTHING_FOUND):
+        fix = (
+            "is the name right, and is there a wheel for this Python and platform? Packages are not built from source: "
+            "python -m pip wheel NAME --wheel-dir DIR builds one, and PIP_FIND_LINKS=DIR lets it be found"
+        )
     else:
-        fix = "Correct the list, or the settings of pip (python -m pip config list)."
-    return f"the packages in {source or 'the list'} could not be installed. {fix}\nThe installer said:\n{text}"
+        fix = "correct the list, or the settings of pip (python -m pip config list)"
+    lines = [line for line in lines if "Retrying (Retry(" not in line] or lines  # which say one thing many times
+    shown = "\n".join(lines[-_SHOWN_LINES:])
+    return f"the packages in {source or 'the list'} could not be installed: {fix}.\nThe installer said:\n{shown}"
+
+
+def _is_set(name: str) -> bool:
+    """Whether pip takes a variable for yes."""
+    return os.environ.get(name, "").lower() in ("1", "y", "yes", "t", "true", "on")

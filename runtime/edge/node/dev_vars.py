@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from edge.errors import ConfigError
+from edge.text_files import read_text
 
 MAX_FILE_BYTES = 1 << 20
 USE_DOT_ENV = "CLOUDFLARE_LOAD_DEV_VARS_FROM_DOT_ENV"
@@ -63,14 +64,7 @@ _LINE = re.compile(
 
 
 def _parse(file: Path, *, is_strict: bool) -> dict[str, str]:
-    try:
-        if file.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{file} is longer than {MAX_FILE_BYTES} bytes; is it a file of variables?")
-        text = file.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is not UTF-8 text: byte {error.start}") from error
+    text = read_text(file, "a file of variables", MAX_FILE_BYTES)
     values: dict[str, str] = {}
     position = 0
     while position < len(text):

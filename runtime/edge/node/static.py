@@ -27,11 +27,12 @@ class AssetsFirst:
             return
         headers = text_headers(scope)
         is_navigation = ("sec-fetch-mode", "navigate") in headers
-        asset = site.asset_before_worker(decoded_path(raw_path(scope)), is_navigation)
+        path = decoded_path(raw_path(scope))
+        asset = site.asset_before_worker(path, is_navigation)
         if asset is None:
             await self._app(scope, receive, send)
             return
-        answer = site.respond(asset, scope["method"], headers, scope["query_string"].decode("latin-1"))
+        answer = site.respond(asset, scope["method"], path, headers, scope["query_string"].decode("latin-1"))
         try:
             await while_connected(_send(answer, send), hung_up(receive))
         finally:

@@ -1,7 +1,7 @@
 """Cron triggers: fires `scheduled` events of workers at their minutes, and by hand over HTTP.
 
-A run that the node missed, because it was down or its machine slept, is not made up for. Runs of one cron may overlap,
-as at Cloudflare; each may take a quarter of an hour. By hand, in `edge dev` only:
+A run that the node missed, because it was down or its machine slept, is not made up for, and neither is one that is due
+while the one before of the same cron still runs, which may take a quarter of an hour. By hand, in `edge dev` only:
 `/cdn-cgi/local/scheduled?cron=…&time=MS&format=json`. A page on the web can send requests to a developer's machine, so
 these routes answer only those that name a local host as `Host` and, if they have one, as `Origin`.
 """
@@ -9,6 +9,7 @@ these routes answer only those that name a local host as `Host` and, if they hav
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -53,7 +54,8 @@ class Triggers:
         self._deliver = deliver
         self._say = say
         self._crons: dict[WorkerKey, list[Cron]] = {}
-        self._runs: set[asyncio.Task[Ran]] = set()
+        self._runs: dict[tuple[WorkerKey, str], asyncio.Task[Ran]] = {}
+        """What `fire` has begun and what goes on, by worker and expression."""
         self._ticking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -93,7 +95,7 @@ class Triggers:
 
     async def close(self) -> None:
         """Fire no more; runs that go on are given up."""
-        tasks = [*self._runs, *([self._ticking] if self._ticking is not None else [])]
+        tasks = [*self._runs.values(), *([self._ticking] if self._ticking is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -108,17 +110,23 @@ class Triggers:
                 self.fire(minute * 60_000)
 
     def fire(self, minute_ms: int) -> None:
-        """Begin all runs that are due in the minute that begins at `minute_ms`, in Unix time."""
+        """Begin all runs that are due in the minute that begins at `minute_ms`, in Unix time; but none of a cron whose
+        last one still goes on, so that a handler that never ends does not take all places of its worker."""
         minute = datetime.fromtimestamp(minute_ms / 1000, UTC)
         for key, crons in self._crons.items():
             for cron in crons:
-                if cron.matches(minute):
-                    task = asyncio.create_task(self.run(key, cron.expression, minute_ms))
-                    self._runs.add(task)
-                    task.add_done_callback(self._on_run)
+                place = (key, cron.expression)
+                if not cron.matches(minute):
+                    continue
+                if place in self._runs:
+                    at = f"{minute:%H:%M} UTC"
+                    self._say(f'CRON "{cron.expression}" {key[1]} left out at {at}: the run before still goes on')
+                    continue
+                self._runs[place] = asyncio.create_task(self.run(key, cron.expression, minute_ms))
+                self._runs[place].add_done_callback(functools.partial(self._on_run, place))
 
-    def _on_run(self, task: asyncio.Task[Ran]) -> None:
-        self._runs.discard(task)
+    def _on_run(self, place: tuple[WorkerKey, str], task: asyncio.Task[Ran]) -> None:
+        del self._runs[place]
         if not task.cancelled() and (error := task.exception()) is not None:
             self._say(f"error: a cron could not be run: {error}")
 

@@ -16,17 +16,16 @@ import logging
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
-import msgspec
-
 from edge.errors import ModelStoreError, WeightsError
 from edge.weights.facts import read_facts
-from edge.weights.folder import read_json
 from edge.weights.manifest import FILE_NAME, Manifest
 from edge.weights.sources import COPY_BYTES, Fetched, Progress, canonical, fetch
 
@@ -182,13 +181,18 @@ class ModelStore:
 
         Raises:
             ModelStoreError: no such model is installed, the name is taken or wrong, or a write failed.
-            WeightsError: the folder holds no LoRA adapter.
+            WeightsError: the folder holds no LoRA adapter that calls of the model could use.
         """
-        folder = self.path(model).parent / ADAPTERS_NAME
+        weights = self.path(model)
+        folder = weights.parent / ADAPTERS_NAME
         name = name or slug(source.absolute().name)
         if name != slug(name):
             raise ModelStoreError(f"{name!r} is no name for an adapter; {slug(name) or 'my-adapter'!r} would be one")
-        _check_adapter(source)
+        for file in ADAPTER_FILES:
+            if not (source / file).is_file():
+                raise WeightsError(
+                    f"{source}: is no LoRA adapter: it has no {file}, as PEFT's save_pretrained writes it"
+                )
         try:
             with self._lock(), self._staging() as staging:
                 if (folder / name).exists():
@@ -197,14 +201,14 @@ class ModelStore:
                         f"`edge models rm {model} --adapter {name}` removes it, "
                         "or choose another --name"
                     )
+                finished = staging / "finished"
+                finished.mkdir()
                 for file in ADAPTER_FILES:
-                    shutil.copyfile(source / file, staging / file)
+                    shutil.copyfile(source / file, finished / file)
+                _check_adapter(weights, finished, source)
                 folder.mkdir(exist_ok=True)
-                (staging / "finished").mkdir()
-                for file in ADAPTER_FILES:
-                    (staging / file).rename(staging / "finished" / file)
-                _fsync(staging / "finished")
-                (staging / "finished").rename(folder / name)
+                _fsync(finished)
+                finished.rename(folder / name)
                 _fsync(folder)
         except OSError as error:
             raise ModelStoreError(f"cannot add the adapter {source}: {error}") from error
@@ -324,19 +328,18 @@ def _read_installed(folder: Path) -> Manifest | WeightsError:
     return manifest
 
 
-class _AdapterConfig(msgspec.Struct):
-    """What is looked at of `adapter_config.json` here; the engine looks at all of it."""
+def _check_adapter(model: Path, folder: Path, source: Path) -> None:
+    """Refuse what engines would refuse of the adapter in `folder`, a copy of `source`.
 
-    peft_type: str
-
-
-def _check_adapter(folder: Path) -> None:
-    for file in ADAPTER_FILES:
-        if not (folder / file).is_file():
-            raise WeightsError(f"{folder}: is no LoRA adapter: it has no {file}, as PEFT's save_pretrained writes it")
-    kind = read_json(folder / ADAPTER_FILES[0], _AdapterConfig).peft_type
-    if kind != "LORA":
-        raise WeightsError(f"{folder}: is an adapter of type {kind!r}; only LORA is supported")
+    Their own code does it, in a process of its own, because it takes torch.
+    """
+    command = [sys.executable, "-m", "edge.weights.adapter", str(model.absolute()), str(folder.absolute())]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    if done.returncode == WeightsError.exit_code and done.stdout:
+        raise WeightsError(done.stdout.strip().replace(str(folder.absolute()), str(source)))
+    if done.returncode != 0:
+        reason = (done.stderr.strip() or f"the check ended with code {done.returncode}")[-500:]
+        raise ModelStoreError(f"the adapter {source} could not be checked: {reason}")
 
 
 # -- names -------------------------------------------------------------------------------------------------

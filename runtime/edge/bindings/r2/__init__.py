@@ -25,7 +25,17 @@ from typing import TYPE_CHECKING, Any
 
 from edge.bindings.base import parse
 from edge.bindings.r2.files import MIGRATIONS, FileBucket
-from edge.bindings.r2.objects import Bucket, GetOptions, ListOptions, Part, PutOptions
+from edge.bindings.r2.objects import (
+    Bucket,
+    GetOptions,
+    ListOptions,
+    Part,
+    PutOptions,
+    check_key,
+    check_keys,
+    check_metadata,
+    check_part_number,
+)
 from edge.bindings.storage import Databases, content_of
 from edge.config import S3Config
 from edge.errors import ConfigError, InvalidInput
@@ -82,32 +92,37 @@ class R2:
         bucket = self._bucket(caller, str(binding.props.get("id", "")))
         match method:
             case "head":
-                return JsonAnswer(await bucket.head(*parse("head", args, tuple[str])))
+                return JsonAnswer(await bucket.head(*_parsed("head", args, tuple[str])))
             case "get":
-                return JsonAnswer(await bucket.get(*parse("get", args, tuple[str, GetOptions])))
+                return JsonAnswer(await bucket.get(*_parsed("get", args, tuple[str, GetOptions])))
             case "read":
-                return await bucket.read(*parse("get", args, tuple[str, str, int, int]))
+                return await bucket.read(*_parsed("get", args, tuple[str, str, int, int]))
             case "put":
-                key, data, options = parse("put", args, tuple[str, bytes | None, PutOptions])
+                key, data, options = _parsed("put", args, tuple[str, bytes | None, PutOptions])
+                check_metadata("put", options)
                 return JsonAnswer(await bucket.put(key, content_of("put", data, body), options))
             case "delete":
-                await bucket.delete(*parse("delete", args, tuple[list[str]]))
+                (keys,) = parse("delete", args, tuple[list[str]])
+                check_keys(keys)
+                await bucket.delete(keys)
                 return JsonAnswer(None)
             case "list":
                 return JsonAnswer(await bucket.list_objects(*parse("list", args, tuple[ListOptions])))
             case "create_upload":
-                shape = tuple[str, PutOptions]
-                return JsonAnswer(await bucket.create_upload(*parse("createMultipartUpload", args, shape)))
+                key, options = _parsed("createMultipartUpload", args, tuple[str, PutOptions])
+                check_metadata("createMultipartUpload", options)
+                return JsonAnswer(await bucket.create_upload(key, options))
             case "put_part":
-                key, upload, number, data = parse("uploadPart", args, tuple[str, str, int, bytes | None])
+                key, upload, number, data = _parsed("uploadPart", args, tuple[str, str, int, bytes | None])
+                check_part_number(number)
                 content = content_of("uploadPart", data, body)
                 return JsonAnswer(await bucket.put_part(key, upload, number, content))
             case "complete_upload":
                 shape_of_parts = tuple[str, str, list[Part]]
-                arguments = parse("completeMultipartUpload", args, shape_of_parts)
+                arguments = _parsed("completeMultipartUpload", args, shape_of_parts)
                 return JsonAnswer(await bucket.complete_upload(*arguments))
             case "abort_upload":
-                await bucket.abort_upload(*parse("abortMultipartUpload", args, tuple[str, str]))
+                await bucket.abort_upload(*_parsed("abortMultipartUpload", args, tuple[str, str]))
                 return JsonAnswer(None)
             case _:
                 raise InvalidInput(f"an R2 bucket has no method {method!r}")
@@ -130,3 +145,10 @@ class R2:
         if database.folder not in self._sweeps:
             self._sweeps[database.folder] = asyncio.create_task(bucket.sweep())
         return bucket
+
+
+def _parsed(method: str, args: list[Any], shape: Any) -> Any:
+    """The arguments of a method whose first one is a key."""
+    arguments = parse(method, args, shape)
+    check_key(method, arguments[0])
+    return arguments

@@ -35,13 +35,9 @@ from edge.bindings.r2.objects import (
     Record,
     StoredPart,
     check_checksum,
-    check_keys,
-    check_metadata,
-    check_part_number,
     chosen_parts,
     cursor_of,
     holds,
-    key_of,
     last_of,
     limit_of,
     no_upload,
@@ -78,13 +74,13 @@ class FileBucket:
 
     async def head(self, key: str) -> Record | None:
         """Looked up in the index."""
-        name = key_of("head", key)
+        name = key.encode()
         stored = await self._database.read(lambda database: _find(database, name))
         return stored and stored.record
 
     async def get(self, key: str, options: GetOptions) -> dict[str, Any] | None:
         """Short objects come from the index, in `data`."""
-        name = key_of("get", key)
+        name = key.encode()
         stored = await self._database.read(lambda database: _find(database, name, with_data=True))
         if stored is None:
             return None
@@ -98,7 +94,7 @@ class FileBucket:
 
     async def read(self, key: str, version: str, offset: int, length: int) -> StreamAnswer:
         """Streamed from the object's files, which stay open though it is replaced."""
-        name = key_of("get", key)
+        name = key.encode()
 
         def find(database: sqlite3.Connection) -> tuple[IO[bytes], list[tuple[Path, int, int]]] | None:
             stored = _find(database, name)
@@ -119,8 +115,8 @@ class FileBucket:
 
     async def put(self, key: str, content: Content, options: PutOptions) -> dict[str, Any] | None:
         """The data is on disk before the index names it."""
-        name = key_of("put", key)
-        metadata = _metadata("put", options)
+        name = key.encode()
+        metadata = _metadata(options)
         wanted = wanted_checksum(options.checksums)
         async with self._received("put", content, {"md5", *wanted}) as (spool, file):
             checksums = {each: digest.hex() for each, digest in spool.digests.items()}
@@ -145,8 +141,7 @@ class FileBucket:
 
     async def delete(self, keys: list[str]) -> None:
         """One transaction, whatever the number of keys."""
-        check_keys(keys)
-        names = [key_of("delete", key) for key in keys]
+        names = [key.encode() for key in keys]
         await self._remove(
             await self._database.write(lambda database: [file for name in names for file in _forget(database, name)])
         )
@@ -158,8 +153,9 @@ class FileBucket:
 
     async def create_upload(self, key: str, options: PutOptions) -> str:
         """An entry in the index."""
-        name = key_of("createMultipartUpload", key)
-        metadata = _metadata("createMultipartUpload", options)
+        name = key.encode()
+        metadata = _metadata(options)
+        make_folder(self._database.folder)
         upload = secrets.token_urlsafe(32)
 
         def change(database: sqlite3.Connection) -> None:
@@ -174,8 +170,7 @@ class FileBucket:
 
     async def put_part(self, key: str, upload: str, number: int, content: Content) -> dict[str, Any]:
         """A part is always a file."""
-        name = key_of("uploadPart", key)
-        check_part_number(number)
+        name = key.encode()
         await self._database.read(lambda database: _upload(database, "uploadPart", name, upload))
         async with self._received("uploadPart", content, {"md5"}, must_be_file=True) as (spool, file):
             etag = spool.digests["md5"].hex()
@@ -194,7 +189,7 @@ class FileBucket:
 
     async def complete_upload(self, key: str, upload: str, parts: list[Part]) -> dict[str, Any]:
         """The object takes over the files of its parts."""
-        name = key_of("completeMultipartUpload", key)
+        name = key.encode()
         version = secrets.token_hex(16)
 
         def change(database: sqlite3.Connection) -> tuple[dict[str, Any], list[str]]:
@@ -225,7 +220,7 @@ class FileBucket:
 
     async def abort_upload(self, key: str, upload: str) -> None:
         """Remove the entry and its files."""
-        name = key_of("abortMultipartUpload", key)
+        name = key.encode()
 
         def change(database: sqlite3.Connection) -> list[str]:
             _upload(database, "abortMultipartUpload", name, upload)
@@ -439,9 +434,8 @@ def _cut(files: list[tuple[str, int]], offset: int, length: int) -> list[tuple[s
     return wanted
 
 
-def _metadata(what: str, options: PutOptions) -> tuple[bytes, bytes, str]:
+def _metadata(options: PutOptions) -> tuple[bytes, bytes, str]:
     """HTTP metadata, custom metadata and storage class as the index has them."""
-    check_metadata(what, options)
     return _json(options.httpMetadata), _json(options.customMetadata), options.storageClass
 
 

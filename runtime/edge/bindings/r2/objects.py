@@ -103,7 +103,8 @@ class StoredPart(NamedTuple):
 
 
 class Bucket(Protocol):
-    """One bucket of one account. The methods are those that a handler calls (see `edge.bindings.r2`).
+    """One bucket of one account. The methods are those that a handler calls (see `edge.bindings.r2`, which has checked
+    what the `check_…` functions here check).
 
     Raises:
         InvalidInput, RequestTooLarge: arguments that cannot be served.
@@ -154,25 +155,22 @@ class Bucket(Protocol):
 # -- arguments ---------------------------------------------------------------------------------------------
 
 
-def key_of(what: str, key: str) -> bytes:
-    """`key` as it is stored; `what` is the method's name, for the message.
-
-    Raises:
-        InvalidInput: it is empty or too long.
-    """
-    name = key.encode()
-    if not 1 <= len(name) <= MAX_KEY_BYTES:
+def check_key(what: str, key: str) -> None:
+    """Raises InvalidInput if `key` is empty or too long; `what` is the method's name, for the message."""
+    num_bytes = len(key.encode())
+    if not 1 <= num_bytes <= MAX_KEY_BYTES:
         raise InvalidInput(
-            f"{what}: The specified object name is not valid: it has {len(name)} bytes and may have 1 to "
+            f"{what}: The specified object name is not valid: it has {num_bytes} bytes and may have 1 to "
             f"{MAX_KEY_BYTES}. (10020)"
         )
-    return name
 
 
 def check_keys(keys: list[str]) -> None:
-    """Raises InvalidInput if these are more keys than one `delete` may name."""
+    """Raises InvalidInput if one `delete` may not name these keys."""
     if len(keys) > MAX_KEYS_PER_CALL:
         raise InvalidInput(f"delete: at most {MAX_KEYS_PER_CALL} keys at a time, not {len(keys)}")
+    for key in keys:
+        check_key("delete", key)
 
 
 def limit_of(options: ListOptions) -> int:
