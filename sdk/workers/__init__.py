@@ -10,9 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from workers import entrypoints
-from workers._fetch import fetch
 from workers.blob import Blob, BlobEnding, File
 from workers.entrypoints import Context, DurableObject, WorkerEntrypoint, WorkflowEntrypoint, handler
+from workers.fetch import fetch
 from workers.formdata import FormData, FormDataValue
 from workers.request import Request
 from workers.response import Response

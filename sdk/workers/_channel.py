@@ -29,6 +29,8 @@ from workers._wire import (
 )
 
 HIGH_WATER_BYTES = 1 << 20
+MAX_REASON = 64 << 10
+"""Characters of a peer's reason for breaking off a body."""
 _INT = struct.Struct("i")
 _OF_BODIES = frozenset({Chunk, Credit, End, Abort})
 CREDIT_STEP_BYTES = WINDOW_BYTES // 4  # smaller steps cost a frame per token of a text stream
@@ -169,6 +171,10 @@ class Channel(asyncio.Protocol):
         """Bytes that the kernel did not take yet."""
         return self._transport.get_write_buffer_size() + self._num_held_bytes
 
+    async def writable(self) -> None:
+        """Wait until the kernel has taken enough to be sent more, or the connection is lost."""
+        await self._writable.wait()
+
     @property
     def num_unread_bytes(self) -> int:
         """Bytes in the kernel that the peer did not read yet, with what the kernel adds; 0 where it cannot tell."""
@@ -307,7 +313,7 @@ class Channel(asyncio.Protocol):
         else:
             body = self._incoming.pop(frame.id, None)
             if body is not None:
-                body.end(BodyAborted(frame.message) if kind is Abort else None)
+                body.end(BodyAborted(frame.message[:MAX_REASON]) if kind is Abort else None)
             self._on_frame(frame)
 
     async def _until_room(self, window: _Window, num_bytes: int) -> None:

@@ -215,4 +215,4 @@ def _make_value(name: str, source: Any) -> Any:
     """What `env.NAME` is."""
     if not isinstance(source, Binding):
         return wrap(source)
-    return Ai() if source.kind == "ai" else make_binding(source.kind, name, source.props)
+    return Ai(name) if source.kind == "ai" else make_binding(source.kind, name, source.props)

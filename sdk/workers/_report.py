@@ -6,6 +6,7 @@ It knows frames only as `Log`, and nothing about invocations but their number.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import io
 import logging
 import os
@@ -56,7 +57,7 @@ class Reporter:
 
     Levels are `log` for stdout, `error` for stderr, and that of the record (`warning`, …) for the logging module.
 
-    When the node does not keep up, lines are dropped and counted rather than kept.
+    When the node does not keep up, lines are dropped and counted rather than kept; how many is said once there is room.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -64,6 +65,8 @@ class Reporter:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._num_dropped = 0
+        self._telling: asyncio.Task[None] | None = None
+        self._context = contextvars.copy_context()  # of no invocation
         self._lines = [_Lines(self, "log"), _Lines(self, "error")]
 
     def capture(self) -> None:
@@ -93,13 +96,22 @@ class Reporter:
 
     def _send(self, frame: Log) -> None:
         if self._channel.num_unsent_bytes > HIGH_WATER_BYTES:
+            if self._num_dropped == 0:
+                self._telling = self._loop.create_task(self._tell_once_there_is_room(), context=self._context)
             self._num_dropped += 1
             return
+        self._tell_of_dropped()
+        self._channel.send(frame)
+
+    async def _tell_once_there_is_room(self) -> None:
+        await self._channel.writable()
+        self._tell_of_dropped()
+
+    def _tell_of_dropped(self) -> None:
         if self._num_dropped:
             text = f"{self._num_dropped} lines of output were dropped here, because they came faster than they are read"
             self._channel.send(Log(0, "warning", text))
             self._num_dropped = 0
-        self._channel.send(frame)
 
 
 class _Lines(io.RawIOBase):

@@ -146,7 +146,10 @@ def _lower_foreign(value: Any, depth: int) -> Any:
     if isinstance(value, ReadableStream):
         raise TypeError(f"{name} cannot be sent over RPC. Read it first, or use fetch(), whose bodies stream.")
     if isinstance(value, Callable) and not isinstance(value, type):  # type: ignore[arg-type]
-        raise TypeError(f"{name} cannot be sent over RPC: this runtime does not support functions as RPC stubs.")
+        raise TypeError(
+            f"{name} cannot be sent over RPC: functions (RPC stubs) are not supported by this runtime. "
+            "Have the other worker call a method of yours through a service binding."
+        )
     inner = getattr(value, "js_object", value)
     if inner is not value:
         return _lower(inner, depth + 1)

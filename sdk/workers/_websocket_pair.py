@@ -50,6 +50,7 @@ class WebSocket:
         self._listeners: dict[str, list[Callable[..., Any]]] = {}
         self._tasks: set[asyncio.Future[Any]] = set()
         self._is_accepted = False
+        self._is_connecting = False
         self._is_dispatching = False
         self._close_sent: Close | None = None
         self._close_received: Close | None = None
@@ -58,7 +59,9 @@ class WebSocket:
 
     @property
     def readyState(self) -> int:
-        """`OPEN`, `CLOSING` (one side has closed) or `CLOSED`."""
+        """`CONNECTING`, `OPEN`, `CLOSING` (one side has closed) or `CLOSED`."""
+        if self._is_connecting:
+            return self.CONNECTING
         return self.OPEN + (self._close_sent is not None) + (self._close_received is not None)
 
     def accept(self, _options: Any = None) -> None:
@@ -87,8 +90,10 @@ class WebSocket:
         Raises:
             TypeError: it is something else.
             ValueError: it is over the limit of a message's size.
-            RuntimeError: this end was closed, or the client has left too much unread.
+            RuntimeError: this end was closed or is not open yet, or the other side has left too much unread.
         """
+        if self._is_connecting:
+            raise RuntimeError("WebSocket.send() before the open event")
         if self._close_sent is not None:
             raise RuntimeError("WebSocket.send() after close()")
         data = _as_message(message)
@@ -133,6 +138,24 @@ class WebSocket:
             self._close_sent = Close(code, reason)
             self._peer._put(self._close_sent)
             self._changed.set()
+
+    def connect(self, opening: Callable[[], Awaitable[None]]) -> None:
+        """Have `opening` done, then pass messages to the listeners; if it raises, they get `error` and `close`."""
+        self._is_connecting = True
+        self._keep(asyncio.ensure_future(self._connect(opening)))
+
+    async def _connect(self, opening: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await opening()
+        except Exception as error:
+            self._is_connecting = False
+            self._close_sent = self._close_received = Close(ABNORMAL)
+            await self._emit(WebSocketEvent("error", message=str(error), error=error))
+            await self._emit(WebSocketEvent("close", code=ABNORMAL, reason="", wasClean=False))
+            return
+        self._is_connecting = False
+        await self._emit(WebSocketEvent("open"))
+        self.accept()
 
     async def relay(self, incoming: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Connect this end to the node: what comes in is sent to the other end, what the other end sends comes out."""

@@ -276,6 +276,8 @@ class Subrequest(Frame):
     headers: list[tuple[str, str]]
     has_body: bool
     redirect: str = "follow"
+    is_websocket: bool = False
+    """It asks for a WebSocket: its body, and that of an answer of 101, carry messages (`workers._websocket`)."""
 
 
 class Log(Frame):

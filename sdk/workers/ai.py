@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from workers import _runtime
 from workers._js_exception import JsException
 from workers._wire import AiRun, CallFailed, FrameError, Result, ResultHead
+from workers.bindings._calls import BindingCalls
 from workers.response import Response
 from workers.values import plain, wrap
 
@@ -31,7 +32,8 @@ class InferenceUpstreamError(JsException):
 class Ai:
     """Runs models. The three attributes describe the last call that was made through this object."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "AI") -> None:
+        self._calls = BindingCalls(name)
         self.lastRequestId: str | None = None
         self.lastRequestHttpStatusCode: int | None = None
         self.aiGatewayLogId: str | None = None
@@ -71,11 +73,39 @@ class Ai:
             return Response._received(stream, answer.status, answer.headers, "", False) if wants_response else stream
         return Response.json(answer.value) if wants_response else wrap(answer.value)
 
-    async def models(self, params: Mapping[str, Any] | None = None) -> Any:
-        """Not supported yet; raises NotImplementedError that says what to use."""
+    async def models(self, params: Mapping[str, Any] | None = None, **more_params: Any) -> Any:
+        """The models that `run` can be given, each with `id`, `name` (what `run` takes), `description`, `task`, `tags`
+        and `properties`.
+
+        Args:
+            params: `search`, `task` and `author` choose, `page` and `per_page` (1000) divide the list.
+
+        Raises:
+            BindingError: a parameter is wrong.
+        """
+        return wrap(await self._calls.call("models", {**(params or {}), **more_params}))
+
+    def gateway(self, id: str) -> NoReturn:
+        """There is no AI Gateway; raises NotImplementedError that says what to use."""
         raise NotImplementedError(
-            "env.AI.models() is not supported yet; GET …/ai/models/search of the API lists models"
+            "env.AI.gateway() is not supported: this node has no AI Gateway, and so none of its logs, caches and other "
+            "providers; env.AI.run() calls the models, and `edge usage` lists the calls"
         )
+
+    def toMarkdown(self, *_files: Any, **_options: Any) -> NoReturn:
+        """There are no converters of documents; raises NotImplementedError that says what to use."""
+        raise NotImplementedError(
+            "env.AI.toMarkdown() is not supported: this node has no converters of documents; add a Python package that "
+            "does it, such as markitdown, to the worker's dependencies"
+        )
+
+    def autorag(self, *_args: Any, **_options: Any) -> NoReturn:
+        """There is no AI Search; raises NotImplementedError."""
+        raise NotImplementedError(
+            "env.AI.autorag() and aiSearch() are not supported: this node has no AI Search and no vector indexes"
+        )
+
+    aiSearch = autorag
 
     def __repr__(self) -> str:
         return "Ai()"

@@ -19,6 +19,7 @@ from workers import _runtime
 from workers._websocket import Close
 from workers._websocket_pair import WebSocketPair
 from workers.entrypoints import WorkerEntrypoint
+from workers.gateway import BaseOptions as Options
 from workers.request import Request
 from workers.response import NULL_BODY_STATUSES, Response
 from workers.streams import ReadableStream
@@ -40,12 +41,13 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-async def fetch(app: App, request: Request, env: Any, ctx: Any = None) -> Response:
+async def fetch(app: App, request: Request, env: Any, ctx: Any = None, *, options: Options | None = None) -> Response:
     """The response of `app` to `request`, as soon as it begins. WebSocket requests are answered as by `websocket()`.
 
     Args:
         env: what the application finds as `scope["env"]`.
         ctx: not needed; the running invocation's is used.
+        options: without effect here.
 
     Raises:
         RuntimeError: the application's startup failed, or it ended without a response.
@@ -74,7 +76,7 @@ async def websocket(app: App, request: Request, env: Any = None) -> Response:
     return connection.answered.result()
 
 
-def entrypoint(app: App, **_options: Any) -> type[WorkerEntrypoint]:
+def entrypoint(app: App, *, options: Options | None = None, **_options: Any) -> type[WorkerEntrypoint]:
     """A handler class that serves `app`: `Default = asgi.entrypoint(app)`."""
 
     class Default(WorkerEntrypoint):

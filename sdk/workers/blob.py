@@ -126,6 +126,10 @@ class File(Blob):
         return f"File(name={self.name!r}, size={self.size}, content_type={self.content_type!r})"
 
 
+BlobValue = str | Bytes | bytearray | memoryview | Blob
+"""What a blob can be made of."""
+
+
 def _as_parts(parts: Any) -> Iterable[Any]:
     if isinstance(parts, str | bytes | bytearray | memoryview | Blob) or not isinstance(parts, Iterable):
         return [parts]

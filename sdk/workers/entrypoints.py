@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from workers import _runtime
 from workers._cpu import CpuTime
 from workers.values import JsDict, wrap
+
+if TYPE_CHECKING:
+    from workers.bindings.service import Exports
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -95,6 +98,13 @@ class Context:
         self._waits.add(asyncio.ensure_future(awaitable))
 
     wait_until = waitUntil
+
+    @property
+    def exports(self) -> Exports:
+        """The worker's own entrypoints: `await ctx.exports.NAME.method(…)`."""
+        from workers.bindings.service import Exports  # which most workers have no use for
+
+        return Exports()
 
     def passThroughOnException(self) -> None:
         """Accepted and without effect: there is no origin server behind a worker here."""

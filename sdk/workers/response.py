@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from http.client import HTTPMessage
+from pathlib import Path
 from typing import Any, Self, overload
+from urllib.parse import urlsplit
 
 from workers._body import Body, Content, to_body
 from workers._headers import add_header, as_message, header_pairs, merge_headers, parse_pairs
@@ -92,7 +95,7 @@ class Response(Body):
         return as_message(self._pairs)
 
     web_socket: Any = None
-    """The end of a `WebSocketPair` that the client gets, or None."""
+    """The end of a `WebSocketPair` that the client gets, or the WebSocket that `fetch` has opened, or None."""
     json = _Json()
 
     @classmethod
@@ -131,6 +134,23 @@ class Response(Body):
         if self.status >= 400:
             raise HttpStatusError(self.status, self.status_text or _phrase(self.status), self.url)
 
+    async def unpack_archive(self, *, extract_dir: str | Path | None = None, format: str | None = None) -> None:
+        """Unpack the body, an archive, into the folder `extract_dir`, by default the current one.
+
+        Args:
+            format: `zip`, `whl`, `tar`, `gztar`, `bztar`, `xztar`, or a file name's end such as `.tar.gz`; by default,
+                what the URL ends with.
+
+        Raises:
+            ValueError: the format is none of these, or cannot be told from the URL.
+            OSError: the body was used already or broke off, or the files cannot be written (below `/tmp` they can).
+            shutil.ReadError, tarfile.TarError: the body is no such archive, or would write outside of the folder.
+        """
+        from workers._archives import archive_reader  # with modules that few handlers need
+
+        unpack = archive_reader(format or urlsplit(self.url).path)
+        await asyncio.to_thread(unpack, await self.bytes(), Path(extract_dir or "."))
+
     def clone(self) -> Response:
         """A second response with the same body. Raises OSError if the body was used already."""
         return self._with(self._copy())
@@ -153,6 +173,11 @@ class Response(Body):
 
     js_response = js_object
     type = "default"
+
+    @property
+    def webSocket(self) -> Any:
+        """The same as `web_socket`."""
+        return self.web_socket
 
     def __repr__(self) -> str:
         shown = [f"status={self.status}"]
@@ -198,6 +223,10 @@ class Response(Body):
     def _header_pairs(self) -> list[tuple[str, str]]:
         """The headers to send. Raises ValueError if the handler has put in what is none."""
         return header_pairs(self.headers) if "headers" in vars(self) else self._pairs
+
+
+FetchResponse = Response
+"""What `fetch` gives, under its name in Pyodide."""
 
 
 def _checked_status(status: Any) -> int:

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterable, Awaitable, Iterator, Mapping
 from http.client import HTTPMessage
 from typing import Any, Protocol, TypedDict
 
-from workers.blob import Blob
+from workers.blob import Blob, BlobValue
 from workers.formdata import FormData, FormDataValue
-from workers.response import Response
+from workers.response import FetchResponse
 from workers.streams import ReadableStream
 
 __all__ = [
@@ -25,9 +25,7 @@ __all__ = [
 
 JSBody = ReadableStream | Blob | FormData
 Body = str | bytes | JSBody | AsyncIterable[Any] | Iterator[Any] | None
-BlobValue = str | bytes | bytearray | memoryview | Blob
 Headers = Mapping[str, Any] | list[tuple[str, Any]] | HTTPMessage
-FetchResponse = Response
 
 
 class Context(Protocol):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from workers import _rpc, _runtime, entrypoints
+from workers.bindings.service import Exports
 
 _MISSING = object()
 
@@ -53,6 +54,7 @@ def import_from_javascript(name: str) -> Any:
             env=current_env(),
             waitUntil=entrypoints.wait_until,
             withEnv=_with_env,
+            exports=Exports(),
             WorkerEntrypoint=entrypoints.WorkerEntrypoint,
             DurableObject=entrypoints.DurableObject,
             WorkflowEntrypoint=entrypoints.WorkflowEntrypoint,

@@ -18,6 +18,7 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 from workers.asgi import Exchange
 from workers.entrypoints import WorkerEntrypoint
+from workers.gateway import BaseOptions as Options
 from workers.request import Request
 from workers.response import Response
 
@@ -26,12 +27,13 @@ App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 MAX_THREADS = 64
 
 
-async def fetch(app: App, request: Request, env: Any, ctx: Any = None) -> Response:
+async def fetch(app: App, request: Request, env: Any, ctx: Any = None, *, options: Options | None = None) -> Response:
     """The response of `app` to `request`, as soon as it begins.
 
     Args:
         env: what the application finds as `environ["workers.env"]`.
         ctx: not needed; the running invocation's is used.
+        options: without effect here.
 
     Raises:
         RuntimeError: the application ended without a response.
@@ -43,7 +45,7 @@ async def fetch(app: App, request: Request, env: Any, ctx: Any = None) -> Respon
     return await call.exchange.respond(loop.run_in_executor(_threads(), run, call.serve, app, _environ(request, env)))
 
 
-def entrypoint(app: App, **_options: Any) -> type[WorkerEntrypoint]:
+def entrypoint(app: App, *, options: Options | None = None, **_options: Any) -> type[WorkerEntrypoint]:
     """A handler class that serves `app`: `Default = wsgi.entrypoint(app)`."""
 
     class Default(WorkerEntrypoint):

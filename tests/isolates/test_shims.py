@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 
 from edge.errors import HandlerFailed
 from edge.isolates.base import JsonAnswer
+from edge.node.hub import Hub
 
 
 async def test_idioms_around_ai_results(worker) -> None:
@@ -110,3 +112,37 @@ def test_only_isolates_have_them() -> None:
     code = "import importlib.util as u, workers; print([u.find_spec(n) for n in ('js', 'pyodide', 'asgi')])"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "[None, None, None]"
+
+
+class Models:
+    """An AI provider that has two models."""
+
+    async def run(self, caller, model, inputs, options):
+        return JsonAnswer({})
+
+    async def models(self, params):
+        return JsonAnswer([{"name": "a", "asked": params}, {"name": "b"}])
+
+
+async def test_models_and_what_is_not_there_of_the_ai_binding(worker) -> None:
+    worker.bindings.call = Hub(Models(), {}).call
+    await worker.deploy("""
+        async def fetch(self, request):
+            models = await self.env.AI.models({"search": "x"}, page=2)
+            assert [each.name for each in models] == ["a", "b"]
+            assert models[0].asked == {"search": "x", "page": 2}
+            texts = []
+            for call in (lambda ai: ai.gateway("g"), lambda ai: ai.toMarkdown([]), lambda ai: ai.autorag("r"),
+                         lambda ai: ai.aiSearch(), lambda ai: ai._calls.call("other")):
+                try:
+                    await call(self.env.AI)
+                except Exception as error:
+                    texts.append(f"{type(error).__name__}: {error}")
+            return Response.json(texts)
+    """)
+    gateway, markdown, search, other_search, unknown = json.loads(await worker.get())
+    assert "NotImplementedError: env.AI.gateway() is not supported" in gateway
+    assert "markitdown" in markdown
+    assert "no AI Search" in search
+    assert search == other_search
+    assert "env.AI of this worker is no binding" in unknown

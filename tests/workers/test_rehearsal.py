@@ -9,6 +9,8 @@ import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from workers import _runtime
 from workers._rehearsal import rehearse
 
@@ -20,20 +22,31 @@ def test_nothing_stays_of_it() -> None:
     assert _runtime.runtime is None
 
 
-def test_a_request_is_served() -> None:
-    code = """
-        from workers import response
+@pytest.mark.parametrize("package", ["", "fastapi"])
+def test_a_request_is_served(package: str) -> None:
+    if package:
+        pytest.importorskip(package)
+    code = f"""
+        import sys
+        from workers import asgi
+        from workers._channel import Channel
         from workers._rehearsal import rehearse
-        init = response.Response.__init__
-        def noted(self, *args, **options):
-            print(args)
-            init(self, *args, **options)
-        response.Response.__init__ = noted
+        from workers._wire import ResponseHead
+        {f"import {package}" if package else ""}
+        send = Channel.send
+        def noted(self, *frames):
+            print(*[(frame.status, frame.content) for frame in frames if isinstance(frame, ResponseHead)])
+            send(self, *frames)
+        Channel.send = noted
         rehearse()
+        modules = set(sys.modules)
         rehearse()
+        print(set(sys.modules) - modules, asgi._lifespans)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("('hello',)\n('hello',)\n", "")
+    answers = ["(200, b'hello')", """(200, b'{"name":"","price":null}')"""] if package else ["(200, b'hello')"]
+    *served, left = filter(None, done.stdout.split("\n"))
+    assert (served, left, done.stderr) == (answers * 2, "set() {}", "")
 
 
 def test_several_threads_can_do_it_in_turn() -> None:

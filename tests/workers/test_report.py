@@ -1,10 +1,27 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from workers import Response
 from workers._channel import HIGH_WATER_BYTES
 from workers._report import MAX_TEXT, Reporter, message_text, sendable, traceback_text
+
+
+class SlowChannel:
+    """What a reporter needs of a channel whose peer reads when `room` is set."""
+
+    def __init__(self):
+        self.num_unsent_bytes = 0
+        self.frames = []
+        self.room = asyncio.Event()
+
+    def send(self, frame):
+        self.frames.append(frame)
+
+    async def writable(self):
+        await self.room.wait()
 
 
 def test_tracebacks_show_the_users_frames_only():
@@ -43,15 +60,7 @@ def test_exceptions_that_cannot_be_shown():
 
 
 async def test_output_that_nobody_reads_is_dropped_and_counted():
-    class Channel:
-        def __init__(self):
-            self.num_unsent_bytes = 0
-            self.frames = []
-
-        def send(self, frame):
-            self.frames.append(frame)
-
-    channel = Channel()
+    channel = SlowChannel()
     reporter = Reporter(channel)
     reporter.log("log", "one")
     channel.num_unsent_bytes = HIGH_WATER_BYTES + 1
@@ -59,7 +68,24 @@ async def test_output_that_nobody_reads_is_dropped_and_counted():
     reporter.log("log", "three")
     channel.num_unsent_bytes = 0
     reporter.log("log", "four")
+    channel.room.set()
+    await asyncio.sleep(0)
     assert [frame.text[:30] for frame in channel.frames] == ["one", "2 lines of output were dropped", "four"]
+
+
+async def test_dropped_lines_are_told_of_without_another_line():
+    channel = SlowChannel()
+    channel.num_unsent_bytes = HIGH_WATER_BYTES + 1
+    reporter = Reporter(channel)
+    reporter.log("log", "lost")
+    await asyncio.sleep(0)
+    assert channel.frames == []
+    channel.num_unsent_bytes = 0
+    channel.room.set()
+    async with asyncio.timeout(10):
+        while not channel.frames:  # noqa: ASYNC110 - it has no event for that
+            await asyncio.sleep(0)
+    assert [frame.text[:30] for frame in channel.frames] == ["1 lines of output were dropped"]
 
 
 def test_texts_can_always_be_sent():

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
+import tarfile
+import zipfile
 from http import HTTPStatus
 
 import pytest
@@ -200,3 +203,52 @@ def test_it_is_its_own_javascript_object():
 def test_replace_body_checks_the_status():
     with pytest.raises(TypeError, match="status 204 cannot have a body"):
         Response(None, 204).replace_body("x")
+
+
+def _archive(kind, name="folder/a.txt"):
+    buffer = io.BytesIO()
+    if kind == "zip":
+        with zipfile.ZipFile(buffer, "w") as archive:
+            archive.writestr(name, "content")
+    else:
+        with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+            info = tarfile.TarInfo(name)
+            info.size = 7
+            archive.addfile(info, io.BytesIO(b"content"))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kind", "url", "format"),
+    [
+        ("zip", "http://a/b.zip?x=1", None),
+        ("zip", "http://a/b.whl", None),
+        ("zip", "", "zip"),
+        ("tar", "http://a/b.tar.gz", None),
+        ("tar", "", "gztar"),
+        ("tar", "http://a/b.zip", ".tgz"),
+    ],
+)
+async def test_archives_are_unpacked(tmp_path, kind, url, format):
+    response = Response(_archive(kind))
+    response.url = url
+    await response.unpack_archive(extract_dir=tmp_path, format=format)
+    assert (tmp_path / "folder/a.txt").read_text() == "content"
+
+
+@pytest.mark.parametrize(("kind", "format"), [("zip", "tar"), ("tar", "zip")])
+async def test_what_is_no_such_archive(tmp_path, kind, format):
+    with pytest.raises(shutil.ReadError, match="the body is no"):
+        await Response(_archive(kind)).unpack_archive(extract_dir=tmp_path, format=format)
+
+
+async def test_archives_stay_in_their_folder(tmp_path):
+    with pytest.raises(tarfile.OutsideDestinationError):
+        await Response(_archive("tar", "../a.txt")).unpack_archive(extract_dir=tmp_path / "in", format="tar")
+    await Response(_archive("zip", "../a.txt")).unpack_archive(extract_dir=tmp_path / "in", format="zip")
+    assert not (tmp_path / "a.txt").exists()
+
+
+async def test_archives_of_no_known_format(tmp_path):
+    with pytest.raises(ValueError, match="give format="):
+        await Response(b"").unpack_archive(extract_dir=tmp_path)

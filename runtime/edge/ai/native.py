@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from edge.ai import schemas
 from edge.ai.answers import Answer, AnswerStream, complete, finish_reason, read, reader_of, sse, usage_object
-from edge.ai.catalogue import Model
+from edge.ai.catalogue import Catalogue, Model, catalogue_item
 from edge.ai.choices import ChoiceEvent, run_choices
 from edge.ai.fields import is_deep
 from edge.ai.gate import Gate, Principal
@@ -132,3 +132,32 @@ class _Frames:
         """The text in `pieces`; what belongs to calls is kept for the end."""
         self._pieces += [piece for piece in pieces if not isinstance(piece, str)]
         return "".join(piece for piece in pieces if isinstance(piece, str))
+
+
+def list_models(catalogue: Catalogue, params: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What `env.AI.models(params)` gives: one page of the models, as `models/search` of the REST API shows them.
+
+    Raises:
+        InvalidInput: a parameter is of the wrong type or out of range.
+    """
+    try:
+        asked = msgspec.convert(params, _ModelsParams)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(f"env.AI.models(): {error}") from error
+    found = catalogue.models(search=asked.search, task=asked.task, author=asked.author)
+    shown = found[(asked.page - 1) * asked.per_page :][: asked.per_page]
+    items = [catalogue_item(model, catalogue.prices) for model in shown]
+    return msgspec.json.decode(_models_encoder.encode(items), type=list[dict[str, Any]])  # prices as numbers
+
+
+class _ModelsParams(msgspec.Struct):
+    """`source` and `hide_experimental` choose among what a node does not have."""
+
+    search: str = ""
+    task: str = ""
+    author: str = ""
+    page: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 1
+    per_page: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1000
+
+
+_models_encoder = msgspec.json.Encoder(decimal_format="number")

@@ -138,6 +138,8 @@ class Calls:
             case Call():
                 return await self._bindings.call(self._bundle, frame.binding, frame.method, frame.args, body), ""
             case Subrequest():
+                if frame.is_websocket:
+                    return await self._egress.websocket(self._bundle, frame.url, frame.headers, body)
                 return await self._egress.fetch(
                     self._bundle, frame.method, frame.url, frame.headers, body, frame.redirect
                 )

@@ -21,11 +21,13 @@ from typing import Any
 import httpcore
 import httpx
 import msgspec
+from websockets.exceptions import WebSocketException
 
 from edge.config import EgressConfig
 from edge.errors import SubrequestFailed
 from edge.isolates.base import Bundle, StreamAnswer, WorkerKey
 from edge.isolates.egress_rules import Address, Denied, Rules
+from edge.isolates.egress_websocket import connected_socket, open_websocket
 
 MAX_REDIRECTS = 20
 REPLAYABLE_BYTES = 1 << 20
@@ -50,6 +52,7 @@ _DEFAULT_HEADERS = (
     (b"user-agent", b"edge-workers-ai"),
 )
 _FORBIDDEN_METHODS = frozenset({"CONNECT", "TRACE", "TRACK"})
+_WEBSOCKET_SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _NOT_SENT = frozenset({"connection", "expect", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"})
 _NOT_RECEIVED = frozenset({"connection", "keep-alive", "trailer", "transfer-encoding", "upgrade"})
@@ -103,6 +106,20 @@ class Egress:
         client = await self._client(bundle)
         return await client.fetch(method, url, headers, body, redirect)
 
+    async def websocket(
+        self, bundle: Bundle, url: str, headers: list[tuple[str, str]], messages: AsyncIterator[bytes] | None
+    ) -> tuple[StreamAnswer, str]:
+        """The answer to a WebSocket's handshake, and its URL. With status 101, its body are the messages that come.
+
+        Args:
+            messages: what to send, as `workers._websocket` has it.
+
+        Raises:
+            SubrequestFailed: there is no answer, maybe because `bundle.egress` does not let the request go there.
+        """
+        client = await self._client(bundle)
+        return await client.websocket(url, headers, messages), url
+
     def traffic(self, key: WorkerKey) -> Traffic:
         """What the subrequests of a worker have moved since the node started."""
         return self._traffic.setdefault(key, Traffic())
@@ -145,7 +162,11 @@ class _Client:
         self._config = config
         self._held_bytes = 0
         self._timeout = httpx.Timeout(config.timeout_s, connect=CONNECT_TIMEOUT_S, pool=CONNECT_TIMEOUT_S)
-        self._transport = _Transport(_Network(Rules(config), resolve, traffic), tls)
+        self._tls = tls
+        self._traffic = traffic
+        self._network = _Network(Rules(config), resolve, traffic)
+        self._transport = _Transport(self._network, tls)
+        self._num_websockets = 0
 
     async def fetch(
         self,
@@ -174,9 +195,38 @@ class _Client:
         stream = _Body(response, decoder, self._config.max_response_mb << 20, lambda e: self._failure(method, url, e))
         return StreamAnswer(response.status_code, _received(response, decoder), stream), str(response.url)
 
+    async def websocket(
+        self, url: str, headers: list[tuple[str, str]], messages: AsyncIterator[bytes] | None
+    ) -> StreamAnswer:
+        try:
+            target = httpx.URL(url)
+            if target.scheme not in _WEBSOCKET_SCHEMES or messages is None:
+                raise ValueError("WebSockets have http://, https://, ws:// and wss:// URLs")
+            if self._num_websockets >= MAX_CONNECTIONS:
+                raise ValueError(f"{MAX_CONNECTIONS} WebSockets of this worker are open already")
+            target = target.copy_with(scheme=_WEBSOCKET_SCHEMES[target.scheme], fragment=None)
+            is_secure = target.scheme == "wss"
+            self._num_websockets += 1
+            try:
+                sock = await self._network.connect_socket(target.host, target.port or (443 if is_secure else 80))
+                tls = self._tls if is_secure else None
+                return await open_websocket(
+                    sock, tls, str(target), headers, messages, self._config.timeout_s, self._on_websocket_closed
+                )
+            except BaseException:
+                self._num_websockets -= 1
+                raise
+        except (httpx.InvalidURL, httpcore.ConnectError, WebSocketException, Denied, ValueError, OSError) as error:
+            raise self._failure("WebSocket", url, error) from error
+
+    def _on_websocket_closed(self, sent_bytes: int, received_bytes: int) -> None:
+        self._num_websockets -= 1
+        self._traffic.sent_bytes += sent_bytes
+        self._traffic.received_bytes += received_bytes
+
     @property
     def is_idle(self) -> bool:
-        return self._transport.is_idle
+        return self._transport.is_idle and not self._num_websockets
 
     async def close(self) -> None:
         await self._transport.aclose()
@@ -229,6 +279,7 @@ class _Client:
             httpx.ConnectTimeout: f"no connection within {CONNECT_TIMEOUT_S:g} s",
             httpx.ReadTimeout: f"nothing was received for {self._config.timeout_s:g} s (egress.timeout_s)",
             httpx.WriteTimeout: f"nothing could be sent for {self._config.timeout_s:g} s (egress.timeout_s)",
+            TimeoutError: f"no connection within {CONNECT_TIMEOUT_S:g} s",
             httpx.PoolTimeout: f"{MAX_CONNECTIONS} requests of this worker are under way already",
         }
         reason = reasons.get(type(error)) or str(error) or type(error).__name__
@@ -364,18 +415,31 @@ class _Network(httpcore.AsyncNetworkBackend):
         except TimeoutError as error:
             raise httpcore.ConnectTimeout from error
 
+    async def connect_socket(self, host: str, port: int) -> socket.socket:
+        """A connected socket, for other protocols than HTTP. Raises as the addresses do, or OSError."""
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            addresses = await self._addresses(host.lower().rstrip("."), port)
+            for address in addresses[:-1]:
+                with contextlib.suppress(OSError):
+                    return await connected_socket(address, port, _ATTEMPT_S)
+            return await connected_socket(addresses[-1], port, CONNECT_TIMEOUT_S)
+
     async def _connect(self, host: str, port: int) -> httpcore.AsyncNetworkStream:
+        addresses = await self._addresses(host, port)
+        for address in addresses[:-1]:
+            with contextlib.suppress(httpcore.ConnectError, httpcore.ConnectTimeout):
+                return await self._backend.connect_tcp(str(address), port, timeout=_ATTEMPT_S)
+        return await self._backend.connect_tcp(str(addresses[-1]), port)
+
+    async def _addresses(self, host: str, port: int) -> list[Address]:
+        """Where a connection may go, best first: at least one address."""
         self._rules.check_name(host, port)
         async with self._lookups:
             try:
                 found = await self._resolve(host, port)
             except (OSError, UnicodeError) as error:
                 raise httpcore.ConnectError(f"{host} cannot be looked up: {error}") from error
-        addresses = self._rules.permitted(host, port, found)
-        for address in addresses[:-1]:
-            with contextlib.suppress(httpcore.ConnectError, httpcore.ConnectTimeout):
-                return await self._backend.connect_tcp(str(address), port, timeout=_ATTEMPT_S)
-        return await self._backend.connect_tcp(str(addresses[-1]), port)
+        return self._rules.permitted(host, port, found)
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

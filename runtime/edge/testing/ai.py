@@ -6,7 +6,7 @@ It knows nothing about isolates. The installed models are reached through the no
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -14,7 +14,7 @@ import msgspec
 from edge.ai.answers import sse
 from edge.billing.meter import UsageRecord, new_id
 from edge.billing.times import now_us
-from edge.errors import EdgeError, UnknownModel
+from edge.errors import EdgeError, InvalidInput, UnknownModel
 from edge.isolates.base import Bundle, JsonAnswer, StreamAnswer
 from edge.testing.cassette import Cassette, Recorded
 
@@ -28,6 +28,10 @@ class Models(Protocol):
 
     async def run(self, caller: Bundle, model: str, inputs: Any, options: dict[str, Any]) -> JsonAnswer | StreamAnswer:
         """One model call; it is metered."""
+        ...
+
+    async def models(self, params: Mapping[str, Any]) -> JsonAnswer:
+        """What can be called."""
         ...
 
 
@@ -90,6 +94,12 @@ class Ai:
         for each in turns if turns is not None else [answer]:
             _check(each)
         self._canned[model] = _Canned(answer, iter(turns) if turns is not None else None, input_tokens, output_tokens)
+
+    async def models(self, params: Mapping[str, Any]) -> JsonAnswer:
+        """The installed models, where answers come from them. Raises InvalidInput otherwise."""
+        if self.mode not in ("real", "record"):
+            raise InvalidInput("env.AI.models() lists installed models, which tests have with --edge-ai real only")
+        return await (await self._models()).models(params)
 
     async def run(self, caller: Bundle, model: str, inputs: Any, options: dict[str, Any]) -> JsonAnswer | StreamAnswer:
         """One call of a handler. EdgeErrors travel to it."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from edge.ai.catalogue import TEXT_GENERATION, Catalogue
 from edge.ai.gate import Gate, Principal
-from edge.ai.native import run_binding
+from edge.ai.native import list_models, run_binding
 from edge.billing.meter import Meter, new_id
 from edge.billing.prices import PriceBook
 from edge.config import Config
@@ -48,6 +49,10 @@ class InstalledModels:
         if isinstance(answer, dict):
             return JsonAnswer(answer, info)
         return StreamAnswer(200, [("content-type", "text/event-stream")], answer, info)
+
+    async def models(self, params: Mapping[str, Any]) -> JsonAnswer:
+        """The installed models. Raises InvalidInput as the node does."""
+        return JsonAnswer(list_models(self._gate.catalogue, params))
 
     async def close(self) -> None:
         """Stop the engine."""

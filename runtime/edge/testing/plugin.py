@@ -133,7 +133,7 @@ def _setting(
 def _config(request: pytest.FixtureRequest, marked: dict[str, str]) -> Path:
     """The worker's configuration: what is named is relative to the test's file (marker), to where pytest was called
     (option) or to the ini file."""
-    from edge.config import FILE_NAMES, find
+    from edge.config.file import FILE_NAMES, find
 
     config = request.config
     folder = request.path.parent

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import edge.config
 from edge.billing.meter import UsageRecord
 from edge.billing.prices import PriceBook, load_prices
 from edge.config import Config, IsolatesConfig
+from edge.config.file import load
 from edge.errors import EdgeError
 from edge.isolates.base import Bundle, InvocationUsage, JsonAnswer, StreamAnswer
 from edge.isolates.dispatch import Isolates
@@ -157,7 +157,7 @@ class Session:
     async def _open(self, path: Path, mode: Mode, ai: AiMode, cassette: Path) -> Harness:
         project = self._projects.get((path, mode))
         if project is None:
-            project = Project(edge.config.load(path, path.parent), mode, self._keeps_modules)
+            project = Project(load(path, path.parent), mode, self._keeps_modules)
             await project.start()
             self._projects[path, mode] = project
         folder = Path(tempfile.mkdtemp(prefix="edge-test-", dir=_state_root()))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from workers._fetch import fetch
-from workers.response import HttpStatusError, Response
+from workers.fetch import fetch
+from workers.response import FetchResponse, HttpStatusError, Response
 
 __all__ = ["BodyUsedError", "FetchResponse", "HttpStatusError", "pyfetch"]
 
-FetchResponse = Response
 BodyUsedError = OSError
 """What reading a body twice raises."""
 

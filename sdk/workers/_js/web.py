@@ -20,8 +20,10 @@ from workers._js.buffers import ArrayBuffer, Buffer, TypedArray
 from workers._js.objects import Constructor, stringify
 from workers._js_exception import JsException
 from workers._urls import normalise
+from workers._websocket_client import Opening
 from workers._websocket_pair import WebSocket, WebSocketPair
 from workers.blob import Blob, File
+from workers.fetch import send
 from workers.formdata import FormData
 from workers.response import Response
 from workers.streams import ReadableStream
@@ -584,6 +586,22 @@ performance = Constructor(
 navigator = JsDict(userAgent="Cloudflare-Workers")
 
 
+def _new_websocket(url: Any, protocols: Any = ()) -> WebSocket:
+    """`open`, or `error` and `close`, events tell how the handshake went."""
+    names = [protocols] if isinstance(protocols, str) else list(protocols)
+    headers = {"upgrade": "websocket", **({"sec-websocket-protocol": ", ".join(names)} if names else {})}
+    request = workers.Request(_url_text(url), headers=headers)
+    opening = Opening()
+
+    async def shake_hands() -> None:
+        response = await send(request, opening)
+        if response.web_socket is None:
+            raise OSError(f"the server answered with status {response.status}")
+
+    opening.client.connect(shake_hands)
+    return opening.client
+
+
 def _missing(name: str, instead: str) -> Constructor:
     def refuse(*_args: Any, **_options: Any) -> NoReturn:
         raise NotImplementedError(f"js.{name} is not supported by this runtime; {instead}")
@@ -611,7 +629,7 @@ IdentityTransformStream_ = Constructor("IdentityTransformStream", _TransformStre
 WebSocketPair_ = Constructor("WebSocketPair", WebSocketPair, kind=WebSocketPair)
 WebSocket_ = Constructor(
     "WebSocket",
-    _missing("WebSocket.new", "handlers can serve WebSockets but not open them to other hosts yet").new,
+    _new_websocket,
     kind=WebSocket,
     CONNECTING=0,
     OPEN=1,

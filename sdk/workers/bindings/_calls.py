@@ -33,6 +33,8 @@ class BindingCalls:
 
     def __init__(self, binding: str) -> None:
         self.binding = binding
+        self.name = binding if binding.startswith("ctx.") else f"env.{binding}"
+        """As the handler writes it."""
 
     async def call(self, method: str, *args: Any, body: Content = None) -> Any:
         """Call `method` and give its result, plain: use `values.wrap` for attribute access.
@@ -51,19 +53,19 @@ class BindingCalls:
             return answer.value
         if stream is not None:
             await stream.aclose()
-        raise BindingError(f"env.{self.binding}.{method}() was answered with a stream, which it has no use for")
+        raise BindingError(f"{self.name}.{method}() was answered with a stream, which it has no use for")
 
     async def stream(self, method: str, *args: Any, body: Content = None) -> tuple[ResultHead, ReadableStream | None]:
         """The same for a method whose result is a head and a stream; no stream means that there is no body."""
         answer, stream = await self._ask(method, args, body)
         if isinstance(answer, ResultHead):
             return answer, stream
-        raise BindingError(f"env.{self.binding}.{method}() was answered with a value instead of a stream")
+        raise BindingError(f"{self.name}.{method}() was answered with a value instead of a stream")
 
     async def _ask(
         self, method: str, args: tuple[Any, ...], body: Content
     ) -> tuple[Result | ResultHead, ReadableStream | None]:
-        where = f"env.{self.binding}.{method}()"
+        where = f"{self.name}.{method}()"
         if _runtime.runtime is None:
             raise RuntimeError(f"{where} works only inside a running worker; start it with `edge dev`")
         sendable = [plain(arg, f"argument {number} of {where}") for number, arg in enumerate(args, 1)]

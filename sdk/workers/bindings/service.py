@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from workers import _rpc
+from workers import _rpc, _runtime
 from workers._headers import header_pairs
 from workers.bindings._calls import BindingCalls
 from workers.request import Request
@@ -44,10 +44,39 @@ class Service:
 
         async def call(*args: Any, **options: Any) -> Any:
             values = [*args, options] if options else list(args)
-            return _rpc.unpack(await self._calls.call("rpc", method, _rpc.pack(await _rpc.buffered(values))))
+            await _rpc.buffered(values)
+            return _rpc.unpack(await self._calls.call("rpc", method, _packed(values, f"{self._calls.name}.{method}()")))
 
         call.__name__ = call.__qualname__ = method
         return call
 
     def __repr__(self) -> str:
         return f"Service({self._name!r})"
+
+
+class Exports:
+    """`ctx.exports`: the worker's own entrypoints, each to be called like a service binding, in an invocation of its
+    own. Those there are: the classes derived from `WorkerEntrypoint`."""
+
+    def __getattr__(self, name: str) -> Service:
+        if name not in (names := dir(self)):
+            shown = ", ".join(names) or "none"
+            raise AttributeError(f"ctx.exports has no entrypoint {name!r}; it has: {shown}", name=name, obj=self)
+        return Service(name, {}, BindingCalls(f"ctx.exports.{name}"))
+
+    def __dir__(self) -> list[str]:
+        worker = getattr(_runtime.runtime, "worker", None)
+        return worker.entrypoints if worker is not None else []
+
+
+def _packed(values: list[Any], where: str) -> bytes:
+    """`values` for the wire. Raises TypeError or ValueError that names the argument that cannot be sent."""
+    try:
+        return _rpc.pack(values)
+    except (TypeError, ValueError):
+        for number, value in enumerate(values, 1):
+            try:
+                _rpc.pack(value)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"argument {number} of {where}: {error}") from None
+        raise
