@@ -8,8 +8,9 @@ import resource
 
 import pytest
 
-from edge.errors import HandlerFailed, HandlerTimeout, UnknownModel
+from edge.errors import HandlerFailed, HandlerTimeout, UnknownModel, WorkerStartFailed
 from edge.isolates.dispatch import JsonAnswer, StreamAnswer
+from edge.isolates.isolate import MAX_LOG_TEXT, MAX_NAME, MAX_TRACEBACK
 
 from .conftest import is_alive, until
 
@@ -789,3 +790,44 @@ def peak_kb(pid: int) -> int:
     """The most memory that a process had resident so far, in KiB."""
     with open(f"/proc/{pid}/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+
+
+async def test_what_a_process_says_of_itself_is_cut(worker):
+    """Frames of its own making: names and texts of any length."""
+    await worker.deploy(
+        """
+        import asyncio
+        from workers import Response, WorkerEntrypoint, _runtime
+        from workers._wire import Log, Ready, StartFailed, Threw
+
+        channel = _runtime.runtime.channel
+        channel.send(Ready(["fetch", "x" * 100_000, *map(str, range(1000)), "queue"], 0))
+        long = "x" * 1_000_000
+
+        class Default(WorkerEntrypoint):
+            async def fetch(self, request):
+                channel.send(Log(0, long, "forged " + long))
+                channel.send(Threw(self.ctx._invocation, long, long, long))
+                await asyncio.sleep(60)
+        """,
+        indented=False,
+    )
+    assert worker.status.handlers == ["fetch", "queue"]
+    with pytest.raises(HandlerFailed) as caught:
+        await worker.get()
+    error = caught.value
+    assert (len(error.type), len(error.message), len(error.traceback)) == (MAX_NAME, MAX_LOG_TEXT, MAX_TRACEBACK)
+    _, level, text = await worker.log_text("forged")
+    assert (len(level), len(text)) == (MAX_NAME, MAX_LOG_TEXT)
+
+
+async def test_why_a_process_could_not_start_is_cut(worker):
+    source = """
+        from workers import _runtime
+        from workers._wire import StartFailed
+        _runtime.runtime.channel.send(StartFailed("x" * 100_000, "y" * 100_000, "z" * 1_000_000))
+        """
+    with pytest.raises(WorkerStartFailed) as caught:
+        await worker.deploy(source, indented=False)
+    assert len(caught.value.message) < MAX_LOG_TEXT + MAX_NAME + 100
+    assert len(caught.value.traceback) == MAX_TRACEBACK

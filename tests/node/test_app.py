@@ -26,7 +26,7 @@ from edge.config import (
     QueuesConfig,
     TriggersConfig,
 )
-from edge.errors import ConfigError
+from edge.errors import ConfigError, WorkerStartFailed
 from edge.node.access import Access
 from edge.node.app import Node
 from edge.weights.store import ModelStore
@@ -44,7 +44,6 @@ usd_per_1000_neurons = "1"
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    ModelStore.in_state_dir(tmp_path / "state").add(str(tiny_models.save_folder(tmp_path / "tiny")))
     (tmp_path / "prices.toml").write_text(PRICES)
     return Config(
         "demo",
@@ -55,6 +54,12 @@ def config(tmp_path: Path) -> Config:
         billing=BillingConfig(prices=tmp_path / "prices.toml"),
         state_dir=tmp_path / "state",
     )
+
+
+@pytest.fixture
+def _tiny(config: Config, tmp_path: Path) -> None:
+    """A model is installed."""
+    ModelStore.in_state_dir(config.state_dir).add(str(tiny_models.save_folder(tmp_path / "tiny")))
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +87,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.usefixtures("_tiny")
 async def test_a_call_has_the_price_of_the_operator_s_own_book(config: Config) -> None:
     async with running(config, []) as client:
         usage = (await run(client, "house/model"))["result"]["usage"]
@@ -101,6 +107,7 @@ async def test_a_price_book_that_is_not_exact_is_refused_at_start(config: Config
         Node(config, tokens={}, show_tracebacks=True, say=print, access_log=lambda *_: None)
 
 
+@pytest.mark.usefixtures("_tiny")
 async def test_stand_ins_are_taken_over_while_it_runs(config: Config) -> None:
     accesses: list[Access] = []
     node = Node(config, tokens={"t": "acme"}, show_tracebacks=True, say=print, access_log=accesses.append)
@@ -118,6 +125,7 @@ async def test_stand_ins_are_taken_over_while_it_runs(config: Config) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_tiny")
 async def test_models_that_are_removed_added_and_replaced_while_it_runs(config: Config, tmp_path: Path) -> None:
     store, said = ModelStore.in_state_dir(config.state_dir), []
     async with running(config, said) as client:
@@ -132,6 +140,7 @@ async def test_models_that_are_removed_added_and_replaced_while_it_runs(config: 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_tiny")
 async def test_a_store_that_cannot_be_read_for_a_while_is_looked_at_again(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +206,6 @@ async def test_a_worker_that_is_renamed_and_one_that_is_wrong(config: Config, tm
 
         config.main.write_text(WORKER.replace("TEXT", "renamed"))
         renamed = replace(first, name="renamed")
-        node.use_ai(renamed)
         with pytest.raises(ConfigError, match="'jobs' is consumed by another worker, demo already"):
             await node.deploy(renamed)
         await node.deploy(renamed, was=first)
@@ -220,6 +228,57 @@ async def test_a_worker_that_is_renamed_and_one_that_is_wrong(config: Config, tm
             with pytest.raises(ConfigError, match=problem):
                 await node.deploy(replace(renamed, **wrong))
         assert (await client.get("/")).text == "without"
+
+
+async def test_no_worker_takes_the_name_of_another_one(config: Config) -> None:
+    config.main.write_text(WORKER.replace("TEXT", "first"))
+    node = Node(config, tokens={}, show_tracebacks=True, say=print, access_log=lambda *_: None)
+    async with node, httpx.AsyncClient(transport=httpx.ASGITransport(node.app), base_url="http://node") as client:
+        await node.deploy(config)
+        other = replace(config, name="other")
+        await node.deploy(other)
+        with pytest.raises(ConfigError, match="name: 'other' is the name of another worker on this node"):
+            await node.deploy(other, was=config)
+        assert (await client.get("/")).text == "first"
+        assert node.isolates.workers() == [("acme", "demo"), ("acme", "other")]
+        # A name is taken also by a worker that could never be started.
+        node.use_ai(replace(config, name="broken"))
+        with pytest.raises(ConfigError, match="'broken' is the name of another worker"):
+            await node.deploy(replace(config, name="broken"), was=config)
+
+
+@pytest.mark.usefixtures("_tiny")
+async def test_stand_ins_go_with_the_worker_and_those_of_the_first_one_go_first(config: Config) -> None:
+    config.main.write_text(WORKER.replace("TEXT", "first"))
+    first = replace(config, ai=AiConfig(models={"@cf/new/one": "tiny"}))
+    node = Node(first, tokens={}, show_tracebacks=True, say=print, access_log=lambda *_: None)
+    async with node:
+        await node.deploy(first)
+        await node.deploy(replace(first, name="second", ai=AiConfig(models={"@cf/new/one": "other"})))
+        renamed = replace(first, name="renamed")
+        await node.deploy(renamed, was=first)
+        assert node.catalogue.resolve("@cf/new/one").manifest.name == "tiny"
+        # Of a version that does not come up, nothing is taken over.
+        config.main.write_text("1 / 0")
+        for name in ("renamed", "again"):
+            with pytest.raises(WorkerStartFailed):
+                await node.deploy(replace(first, name=name, ai=AiConfig(models={"@cf/new/two": "tiny"})), was=renamed)
+            assert "@cf/new/two" not in {model.id for model in node.catalogue.models()}
+
+
+@pytest.mark.usefixtures("_tiny")
+async def test_handlers_list_the_models_of_the_node(config: Config) -> None:
+    config.main.write_text(
+        "from workers import Response, WorkerEntrypoint\n"
+        "class Default(WorkerEntrypoint):\n"
+        "    async def fetch(self, request):\n"
+        "        return Response.json([each.name for each in await self.env.AI.models(search='@cf')])\n"
+    )
+    config = replace(config, ai=AiConfig(models={"@cf/new/one": "tiny"}))
+    node = Node(config, tokens={}, show_tracebacks=True, say=print, access_log=lambda *_: None)
+    async with node, httpx.AsyncClient(transport=httpx.ASGITransport(node.app), base_url="http://node") as client:
+        await node.deploy(config)
+        assert (await client.get("/")).json() == ["@cf/new/one"]
 
 
 async def test_files_go_before_the_worker(config: Config, tmp_path: Path) -> None:

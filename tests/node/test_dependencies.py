@@ -126,7 +126,7 @@ async def test_uv_where_there_is_no_pip(project, monkeypatch):
     (folder,) = await prepared(project)
     assert version_in(folder, "alpha") == "2.0"
     (project / "requirements.txt").write_text("gamma\n--no-index\n")
-    with pytest.raises(DependenciesFailed, match="Is the name right"):
+    with pytest.raises(DependenciesFailed, match="PIP_NO_INDEX keeps"):
         await prepared(project)
 
 
@@ -139,10 +139,34 @@ def test_neither_pip_nor_uv(tmp_path, monkeypatch):
 
 async def test_packages_that_are_not_to_be_had(project):
     (project / "requirements.txt").write_text("gamma==1\n")
-    with pytest.raises(DependenciesFailed, match="Is the name right") as failure:
+    with pytest.raises(DependenciesFailed, match="could not be installed: PIP_NO_INDEX keeps pip from") as failure:
         await prepared(project)
     assert "No matching distribution found for gamma==1" in failure.value.message
     assert list((project / ".edge" / "layers").glob("*.unfinished")) == []
+
+
+async def test_an_index_that_cannot_be_reached(project, monkeypatch):
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    (project / "requirements.txt").write_text("gamma==1\n")
+    with pytest.raises(DependenciesFailed, match=r"the package index cannot be reached\. Connect") as failure:
+        await prepared(project)
+    assert "PIP_INDEX_URL=URL" in failure.value.message
+    assert "is the name right" not in failure.value.message
+    assert "Retrying" not in failure.value.message
+
+
+async def test_a_name_that_no_index_has(project, tmp_path, monkeypatch):
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "wheels").as_uri())
+    (project / "requirements.txt").write_text("gamma==1\n")
+    with pytest.raises(DependenciesFailed, match="is the name right, and is there a wheel"):
+        await prepared(project)
 
 
 async def test_sources_are_not_built(project, tmp_path):

@@ -5,14 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from helpers import EDGE
+from helpers import EDGE, wait_for
 from msgspec.structs import replace
 
 from edge.config import AiConfig, Config, EngineConfig, IsolatesConfig
@@ -102,6 +101,21 @@ def test_an_import_that_hangs_holds_up_neither_the_next_save_nor_the_end(project
     wait_for(lambda: server.output.count("hangs") > num_hanging)
 
 
+@pytest.mark.slow
+def test_a_reload_that_takes_the_name_of_another_worker(project: Path, edge_dev: EdgeDev) -> None:
+    (project / "b").mkdir()
+    (project / "b" / "edge.toml").write_text('name = "b"\nmain = "worker.py"\n')
+    (project / "b" / "worker.py").write_text(WORKER.format(answer="b"))
+    url, server = edge_dev(project, "-c", "edge.toml", "-c", "b/edge.toml")
+    (project / "edge.toml").write_text('name = "b"\nmain = "worker.py"\n')
+    wait_for(lambda: "name: 'b' is the name of another worker on this node" in server.output)
+    assert "worker.py could not be started; the version before it goes on serving. The next save" in server.output
+    assert httpx.get(url).text == "one"
+    (project / "edge.toml").write_text('name = "c"\nmain = "worker.py"\n')
+    (project / "worker.py").write_text(WORKER.format(answer="c"))
+    wait_for(lambda: httpx.get(url).text == "c")
+
+
 def test_an_import_that_hangs_at_the_start_can_be_interrupted(project: Path) -> None:
     (project / "worker.py").write_text(HANGS)
     server = subprocess.Popen([*EDGE, "dev", "--port", "0"], cwd=project, stderr=subprocess.PIPE, text=True)
@@ -144,10 +158,3 @@ def test_the_limit_of_descriptors_is_raised_as_far_as_it_may(soft: int, hard: in
 def test_what_clients_send_does_not_reach_the_terminal_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     _log_access(Access("GET", "/\x1b[2J\nGET /admin", 404, True, 1.2, "no route for /\x1b[2J"))
     assert capsys.readouterr().err == "GET /�[2J�GET /admin 404 (1 ms)  no route for /�[2J\n"
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import json
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 import uvicorn
+from zygotes import shared_spawner
 
 from edge.errors import HandlerFailed
 from edge.isolates.base import Bundle
 from edge.isolates.dispatch import Isolates
 from edge.node.access import Access, AccessLogged
+from edge.node.direct import Direct
 from edge.node.ingress import Ingress
-from edge.node.translation import checked_headers
+from edge.node.protocol import LimitedHttp
+from edge.node.translation import MAX_HEADER_BYTES, checked_headers
+
+pytestmark = pytest.mark.usefixtures("shared_zygotes")
 
 HANG_S = 30
 WORKER = """
@@ -46,6 +53,10 @@ class Default(WorkerEntrypoint):
                 return Response(self.breaks())
             case "forever":
                 return Response(self.forever())
+            case "length":
+                return Response("hello", headers={"content-length": "3", "x-seen": "yes"})
+            case "broken-head":
+                return Response(self.forever(), headers={"x-long": "x" * 200_000})
             case "slow":
                 print("slow began")
                 try:
@@ -76,6 +87,7 @@ class Site:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self.isolates: Isolates
         self.printed: list[str] = []
         self.errors: list[str] = []
         self.accesses: list[Access] = []
@@ -100,11 +112,15 @@ class NoBindings:
 
 
 @contextlib.asynccontextmanager
-async def served(folder: Path, *, show_tracebacks: bool) -> AsyncIterator[Site]:
+async def served(folder: Path, *, show_tracebacks: bool, direct: bool = True) -> AsyncIterator[Site]:
+    """A site behind the node's own protocol; with `direct`, simple requests take the short way."""
     (folder / "main.py").write_text(WORKER)
     listener = socket.create_server(("127.0.0.1", 0))
     site = Site(f"http://127.0.0.1:{listener.getsockname()[1]}")
-    isolates = Isolates(NoBindings(), lambda _bundle, _id, _level, text: site.printed.append(text))
+    isolates = Isolates(
+        NoBindings(), lambda _bundle, _id, _level, text: site.printed.append(text), spawner=shared_spawner()
+    )
+    site.isolates = isolates
     ingress = Ingress(
         isolates,
         lambda _: ("dev", "site"),
@@ -112,7 +128,10 @@ async def served(folder: Path, *, show_tracebacks: bool) -> AsyncIterator[Site]:
         error_log=site.errors.append,
     )
     app = AccessLogged(ingress, site.accesses.append)
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1))
+    short_way = Direct(isolates, lambda _: ("dev", "site"), ingress, site.accesses.append) if direct else None
+    http = cast(Any, functools.partial(LimitedHttp, direct=short_way))
+    config = uvicorn.Config(app, http=http, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
     try:
         await isolates.start()
@@ -126,9 +145,9 @@ async def served(folder: Path, *, show_tracebacks: bool) -> AsyncIterator[Site]:
         listener.close()
 
 
-@pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    async with served(tmp_path, show_tracebacks=True) as site:
+@pytest.fixture(params=["direct", "asgi"])
+async def site(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Site]:
+    async with served(tmp_path, show_tracebacks=True, direct=request.param == "direct") as site:
         yield site
 
 
@@ -179,6 +198,13 @@ async def test_the_developer_sees_the_traceback(site: Site) -> None:
     assert 'raise ValueError("<b>secret</b>")' in plain.text
     assert "<h1>ValueError: &lt;b&gt;secret&lt;/b&gt;</h1>" in page.text
     assert "<b>" not in page.text
+
+
+async def test_a_response_with_too_long_headers_is_an_error(site: Site) -> None:
+    async with site.client() as client:
+        answer = await client.get("/broken-head")
+    assert answer.status_code == 500
+    assert "at most 128 KiB can be sent" in answer.text
 
 
 async def test_a_visitor_sees_an_id_that_the_log_explains(tmp_path: Path) -> None:
@@ -233,3 +259,90 @@ async def test_a_client_that_hangs_up_cancels_the_handler(site: Site, path: str)
 def test_an_isolate_cannot_break_out_of_its_response(status: int, header: tuple[str, str]) -> None:
     with pytest.raises(HandlerFailed):
         checked_headers(status, [header])
+
+
+@pytest.mark.parametrize(
+    "headers", [[("a", "x" * MAX_HEADER_BYTES)], [("set-cookie", "")] * (MAX_HEADER_BYTES // 14 + 1)]
+)
+def test_headers_are_limited_together(headers: list[tuple[str, str]]) -> None:
+    assert len(checked_headers(200, [("a", "x" * (MAX_HEADER_BYTES - 5))])) == 1
+    with pytest.raises(HandlerFailed, match="128 KiB can be sent"):
+        checked_headers(200, headers)
+
+
+def test_a_long_header_that_is_not_valid_is_not_shown_whole() -> None:
+    with pytest.raises(HandlerFailed) as caught:
+        checked_headers(200, [("a", "x" * 100_000 + "\n")])
+    assert len(caught.value.message) < 300
+
+
+async def exchange(site: Site, request: bytes, until: bytes, rest: bytes = b"") -> bytes:
+    """What comes back on one connection until `until` is in it or the server hangs up."""
+    reader, writer = await connect(site)
+    writer.write(request)
+    await writer.drain()
+    if rest:
+        async with site.client() as client:  # so that the server has seen the first part when the rest comes
+            await client.get("/length")
+        writer.write(rest)
+    got = b""
+    async with asyncio.timeout(HANG_S):
+        while until not in got and (data := await reader.read(1 << 16)):
+            got += data
+    writer.close()
+    return got
+
+
+async def test_requests_that_come_at_once_are_answered_in_turn(site: Site) -> None:
+    head = b" HTTP/1.1\r\nhost: x\r\n\r\n"
+    requests = [b"GET /echo?1", b"GET /forever", b"GET /echo?2"]
+    got = await exchange(site, b"".join(each + head for each in requests[:1] * 2 + requests[2:]), b"/echo?2")
+    assert got.count(b"HTTP/1.1 200 OK") == 3
+    assert got.index(b"echo?1") < got.rindex(b"echo?1") < got.index(b"echo?2")
+    upload = b"POST /echo?3 HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nhi"
+    got = await exchange(site, requests[0] + head + upload + requests[2] + head, b"/echo?2")
+    assert got.index(b"echo?1") < got.index(b"echo?3") < got.index(b"echo?2")
+
+
+@pytest.mark.parametrize("size", [0, 2, 0xFFFF, 0x10000, 0x10001])
+async def test_a_body_is_the_same_however_it_comes(site: Site, size: int) -> None:
+    head = b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size
+    body = b"x" * size
+    for cut in (size, size // 2):
+        got = await exchange(site, head + body[:cut], b"}", body[cut:])
+        assert json.loads(got.partition(b"\r\n\r\n")[2])["body"] == body.decode()
+
+
+async def test_a_client_that_never_sends_its_body_starts_nothing(site: Site) -> None:
+    reader, writer = await connect(site)
+    writer.write(b"POST /slow HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\nhi")
+    await writer.drain()
+    writer.close()
+    async with site.client() as client:
+        assert (await client.post("/echo", content=b"x")).json()["body"] == "x"
+    del reader
+
+
+async def test_answers_have_the_length_that_they_have(site: Site) -> None:
+    async with site.client() as client:
+        response = await client.get("/length")
+        assert (response.text, response.headers["content-length"]) == ("hello", "5")
+        head = await client.head("/length")
+        assert (head.content, head.headers["x-seen"]) == (b"", "yes")
+        assert (await client.get("/length")).text == "hello"
+
+
+async def test_a_head_that_is_refused_stops_the_handler(site: Site) -> None:
+    async with site.client() as client:
+        response = await client.get("/broken-head")
+        assert response.status_code == 500
+        await site.wait_printed("forever was cancelled")
+        assert (await client.get("/length")).text == "hello"
+
+
+async def test_what_still_runs_at_the_end_is_answered(tmp_path: Path) -> None:
+    async with served(tmp_path, show_tracebacks=True) as site:
+        running = asyncio.create_task(exchange(site, b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n", b"\0"))
+        await site.wait_printed("slow began")
+        await site.isolates.close()
+        assert (await running).startswith(b"HTTP/1.1 50")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import uvicorn
@@ -31,9 +32,9 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def connected() -> AsyncIterator[Callable[..., Awaitable[bytes]]]:
+async def connected(**options: Any) -> AsyncIterator[Callable[..., Awaitable[bytes]]]:
     """A function that sends bytes and returns what comes back until `until` is in it or the server hangs up."""
-    server = uvicorn.Server(uvicorn.Config(echo, port=0, lifespan="off", log_config=None, http=LimitedHttp))
+    server = uvicorn.Server(uvicorn.Config(echo, port=0, lifespan="off", log_config=None, http=LimitedHttp, **options))
     serving = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
         await asyncio.sleep(0.01)
@@ -71,6 +72,45 @@ async def test_a_head_that_never_ends_is_refused() -> None:
             assert got.endswith(b"The request's head is over the limit of 65536 bytes.")
 
 
+async def test_a_client_that_goes_on_sending_gets_to_read_why_it_is_refused() -> None:
+    async with connected() as exchange:
+        got = await exchange(b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"a" * (4 << 20))
+        assert got.startswith(b"HTTP/1.1 431 ")
+        assert got.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: a b\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: a/b\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: [::1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: a:b\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: \xff\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: 3\r\n\r\nabc",
+        b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"
+        b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n",
+        b"not http\r\n\r\n",
+    ],
+)
+async def test_a_request_without_a_valid_host_is_refused_once(head: bytes) -> None:
+    async with connected() as exchange:
+        got = await exchange(head + HELLO)
+        assert got.startswith(b"HTTP/1.1 400 ")
+        assert got.count(b"HTTP/1.1 ") == 1 + got.count(b"request of HTTP/1.1 ")
+
+
+async def test_hosts_of_all_kinds_are_served() -> None:
+    for host in (b"x", b"x:80", b"[::1]", b"[::1]:8787", b"127.0.0.1:1", b"a_b-c.example", b""):
+        async with connected() as exchange:
+            got = await exchange(HELLO.replace(b"host: x", b"host: " + host), until=b"bytes")
+            assert got.startswith(b"HTTP/1.1 200 "), host
+    async with connected() as exchange:
+        assert (await exchange(b"GET / HTTP/1.0\r\n\r\n", until=b"bytes")).startswith(b"HTTP/1.1 200 ")
+
+
 @pytest.mark.parametrize("flood", [b"x-trailer: y\r\n", b"a" * 1000])
 async def test_what_follows_a_body_without_end_is_refused(flood: bytes) -> None:
     async with connected() as exchange:
@@ -99,3 +139,11 @@ async def test_a_connection_without_a_head_is_closed_in_time(monkeypatch: pytest
         slow = HELLO.replace(b" / ", b" /slow ")
         assert (await exchange(slow + b"GET / HTT", until=b"bytes")).endswith(b"0 bytes")
         assert (await exchange(b"P/1.1\r\nhost: x\r\n\r\n", until=b"bytes")).endswith(b"0 bytes")
+
+
+async def test_a_connection_that_stays_idle_is_closed_and_a_busy_one_is_not() -> None:
+    async with connected(timeout_keep_alive=0.3) as exchange:
+        for _ in range(3):
+            assert (await exchange(HELLO.replace(b" / ", b" /slow "), until=b"bytes")).endswith(b"0 bytes")
+            await asyncio.sleep(0.2)
+        assert await exchange() == b""

@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+from zygotes import shared_spawner
 
 from edge.config import IsolatesConfig, LimitsConfig
 from edge.isolates.base import Bundle
@@ -103,11 +104,13 @@ class Site:
 
 
 @pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[Site]:
+async def site(tmp_path: Path, shared_zygotes: None) -> AsyncIterator[Site]:
     (tmp_path / "main.py").write_text(WORKER)
     listener = socket.create_server(("127.0.0.1", 0))
     site = Site(listener.getsockname()[1])
-    isolates = Isolates(object(), lambda _bundle, _id, _level, text: site.printed.append(text))
+    isolates = Isolates(
+        object(), lambda _bundle, _id, _level, text: site.printed.append(text), spawner=shared_spawner()
+    )
     ingress = Ingress(isolates, lambda _: ("dev", "site"), show_tracebacks=True, error_log=site.errors.append)
     config = uvicorn.Config(
         ingress,

@@ -64,7 +64,8 @@ class InboundRequest(msgspec.Struct):
     method: str
     url: str
     headers: list[tuple[str, str]]
-    body: AsyncIterator[bytes] | None = None
+    body: AsyncIterator[bytes] | bytes | None = None
+    """Bytes are the whole of it, and no more than `MAX_CHUNK_BYTES` of `workers._wire`."""
     cf: dict[str, Any] = {}
     request_id: str = ""
     """Under which logs and usage know it; empty: one is minted."""

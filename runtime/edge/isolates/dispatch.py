@@ -135,6 +135,11 @@ class Isolates:
         isolate = worker.take() or await worker.wait()
         return await isolate.fetch(request, entrypoint, props or {})
 
+    def take(self, key: WorkerKey) -> Isolate | None:
+        """A slot in a process of the worker for one request, if there is one now: `start_fetch` follows at once."""
+        worker = self._workers.get(key)
+        return worker.take() if worker is not None and not self._is_closed else None
+
     async def event(self, key: WorkerKey, event: InboundEvent) -> Any:
         """What the worker made of `event`: see `workers._wire.Event`.
 

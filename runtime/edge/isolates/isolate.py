@@ -48,12 +48,14 @@ from edge.isolates.sandbox.layers import ForkSpec, SandboxReport, refusal
 from edge.isolates.spawner import Spawner
 from edge.isolates.watch import Watch
 from workers._channel import BodyAborted, Channel
+from workers._load import EVENTS
 from workers._wire import (
     MAX_CHUNK_BYTES,
     Abort,
     AiRun,
     Call,
     Cancel,
+    Chunk,
     CpuUsed,
     End,
     Event,
@@ -88,6 +90,9 @@ PROBE_TICKS = 5
 REPORTED_US = 1000
 """CPU time outside of invocations is reported from this much on."""
 MAX_LOG_TEXT = 64 << 10
+MAX_TRACEBACK = 128 << 10
+MAX_NAME = 200
+"""Characters of names that a process gives: levels of its log, types of exceptions."""
 MAX_SOCKETS = 1000
 """WebSockets that a process may have open."""
 
@@ -232,7 +237,7 @@ class Isolate:
         )
 
     def take(self) -> None:
-        """Keep a slot for an invocation: `fetch`, `event` or `release` follows."""
+        """Keep a slot for an invocation: `fetch`, `start_fetch`, `event` or `release` follows."""
         self.load += 1
 
     def release(self) -> None:
@@ -253,36 +258,56 @@ class Isolate:
             RequestTooLarge: the body is over limits.request_body_mb.
             IsolateLost: the process died.
         """
-        invocation = self._begin("fetch", entrypoint, request.request_id, self.bundle.limits.timeout_s)
-        self._send(
-            invocation,
-            Fetch(
-                invocation.id,
-                request.method,
-                request.url,
-                request.headers,
-                request.body is not None,
-                request.cf,
-                entrypoint,
-                props,
-                request.is_websocket,
-            ),
-        )
-        if request.body is not None:
-            body = request.body if request.is_websocket else self._limited(request.body)
-            invocation.upload = self._spawn(self._upload(invocation, body))
+        invocation = self.start_fetch(request, entrypoint, props)
         try:
-            head: ResponseHead = await invocation.answer
+            await invocation.answer
         except asyncio.CancelledError:
-            self._cancel(invocation, self.bundle.limits.timeout_s, "canceled")
+            self.cancel(invocation)
             raise
+        return self.response_of(invocation, is_websocket=request.is_websocket)
+
+    def start_fetch(self, request: InboundRequest, entrypoint: str, props: dict[str, Any]) -> Invocation:
+        """Hand `request` to the worker: as `fetch`, which waits for the invocation's `answer`.
+
+        Raises:
+            HandlerFailed: it cannot be handed over.
+        """
+        invocation = self._begin("fetch", entrypoint, request.request_id, self.bundle.limits.timeout_s)
+        body = request.body
+        fetch = Fetch(
+            invocation.id,
+            request.method,
+            request.url,
+            request.headers,
+            body is not None,
+            request.cf,
+            entrypoint,
+            props,
+            request.is_websocket,
+        )
+        if isinstance(body, bytes):
+            self._send(invocation, fetch, Chunk(invocation.id, body), End(invocation.id))
+        else:
+            self._send(invocation, fetch)
+            if body is not None:
+                body = body if request.is_websocket else self._limited(body)
+                invocation.upload = self._spawn(self._upload(invocation, body))
+        return invocation
+
+    def cancel(self, invocation: Invocation) -> None:
+        """Nobody waits for what `invocation` gives any more; harmless after its end."""
+        self._cancel(invocation, self.bundle.limits.timeout_s, "canceled")
+
+    def response_of(self, invocation: Invocation, *, is_websocket: bool = False) -> OutboundResponse:
+        """The response, once the `answer` is there. Raises TooManyRequests: it is one WebSocket too many."""
+        head: ResponseHead = invocation.answer.result()
         if invocation.incoming is None:
             content = head.content
             return OutboundResponse(head.status, head.headers, None if content is None else WholeBody(content))
-        if request.is_websocket and head.status == 101:
+        if is_websocket and head.status == 101:
             self._open_socket(invocation)
-        body_ = ResponseBody(invocation.incoming, lambda: self._leave(invocation), self._lost_error)
-        return OutboundResponse(head.status, head.headers, body_)
+        body = ResponseBody(invocation.incoming, lambda: self.cancel(invocation), self._lost_error)
+        return OutboundResponse(head.status, head.headers, body)
 
     async def event(self, event: InboundEvent) -> Any:
         """Have the worker handle `event`: what `workers._wire.Event` says for its kind. Cancelling cancels it.
@@ -340,9 +365,9 @@ class Isolate:
         except FrameError as error:
             raise WorkerStartFailed(f"the variables of {bundle.worker} cannot be handed to it: {error}") from error
         if isinstance(started, StartFailed):
-            text = f"{bundle.main} could not be imported: {started.type}: {started.message}"
-            raise WorkerStartFailed(text, traceback=started.traceback)
-        self.handlers = tuple(started.handlers)
+            text = f"{bundle.main} could not be imported: {started.type[:MAX_NAME]}: {started.message[:MAX_LOG_TEXT]}"
+            raise WorkerStartFailed(text, traceback=started.traceback[:MAX_TRACEBACK])
+        self.handlers = tuple(event for event in EVENTS if event in started.handlers)
 
     async def _or_gone(self, future: asyncio.Future[Any]) -> Any:
         await asyncio.wait([future, self.gone], return_when=asyncio.FIRST_COMPLETED)
@@ -369,7 +394,7 @@ class Isolate:
             case Cancel(id):
                 self._calls.cancel(id)
             case Log(invocation_id, level, text):
-                self._owner.on_log(self.bundle, invocation_id, level, text[:MAX_LOG_TEXT])
+                self._owner.on_log(self.bundle, invocation_id, level[:MAX_NAME], text[:MAX_LOG_TEXT])
             case Sandboxed() if not self._sandboxed.done():
                 self._sandboxed.set_result(SandboxReport(frame.layers, frame.missing, frame.escapes))
             case Ready() | StartFailed() if not self._started.done():
@@ -394,7 +419,8 @@ class Isolate:
             case End():
                 self._set_over(invocation)
             case Threw(_, type, message, traceback):
-                invocation.fail(HandlerFailed(message, type=type, traceback=traceback), "exception")
+                error = HandlerFailed(message[:MAX_LOG_TEXT], type=type[:MAX_NAME], traceback=traceback[:MAX_TRACEBACK])
+                invocation.fail(error, "exception")
                 self._set_over(invocation)
                 if type in _BROKEN:
                     self._wear_out()
@@ -439,9 +465,9 @@ class Isolate:
             self._is_retiring = True
             self._home.on_worn()
 
-    def _send(self, invocation: Invocation, frame: Frame) -> None:
+    def _send(self, invocation: Invocation, *frames: Frame) -> None:
         try:
-            self._channel.send(frame)
+            self._channel.send(*frames)
         except FrameError as error:
             invocation.answer.cancel()
             invocation.outcome = "exception"
@@ -462,7 +488,7 @@ class Isolate:
         self.num_sockets -= invocation.is_socket
         cpu_us = self._cpu.end(self._gauge.cpu_us(), claim_us)
         self._is_over_cpu = False
-        self._end_invocation(invocation, HandlerFailed("the handler ended without a response"), "exception")
+        self._leave(invocation)
         self._report(invocation, cpu_us)
         self.release()
 
@@ -470,7 +496,7 @@ class Isolate:
         if invocation.id not in self._invocations:
             return
         if self.num_sockets >= MAX_SOCKETS:
-            self._cancel(invocation, self.bundle.limits.timeout_s, "canceled")
+            self.cancel(invocation)
             raise TooManyRequests(
                 f"a process of this worker has {MAX_SOCKETS} WebSockets open already", retry_after_s=1
             )
@@ -478,14 +504,15 @@ class Isolate:
         self.num_sockets += 1
         self._home.on_room()
 
-    def _end_invocation(self, invocation: Invocation, error: EdgeError, outcome: Outcome) -> None:
-        """`error` is for whoever still waits for something of `invocation`."""
+    def _leave(self, invocation: Invocation) -> None:
+        """End what `invocation` has left open, and whoever still waits for something of it gets an error."""
+        why = "the handler ended without a response"
         if not invocation.is_over or not invocation.answer.done():
-            invocation.fail(error, outcome)
+            invocation.fail(HandlerFailed(why), "exception")
         self._set_over(invocation)
         if invocation.incoming is not None:
             self._channel.forget_body(invocation.id)
-            invocation.end_body(BodyAborted(error.message))
+            invocation.end_body(BodyAborted(why))
         if invocation.upload is not None:
             invocation.upload.cancel()
         if invocation.num_calls:
@@ -516,10 +543,6 @@ class Isolate:
                     bundle=self.bundle, kind="background", request_id=new_id(), cpu_us=cpu_us, layers=self.layers
                 )
             )
-
-    def _leave(self, invocation: Invocation) -> None:
-        """The response's body was closed before its end."""
-        self._cancel(invocation, self.bundle.limits.timeout_s, "canceled")
 
     def _cancel(self, invocation: Invocation, grace_s: float, outcome: Outcome) -> None:
         """Stop `invocation`; a process that does not confirm that within `grace_s` is wedged and is killed."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edge.ai.catalogue import TEXT_GENERATION, Catalogue
 from edge.ai.gate import Gate, Principal
-from edge.ai.native import run_binding
+from edge.ai.native import list_models, run_binding
 from edge.billing import ledger
 from edge.billing.ledger import Ledger
 from edge.billing.meter import new_id
@@ -50,6 +50,7 @@ from edge.node.bundle import bundle_of
 from edge.node.contained import contained
 from edge.node.cron import Cron
 from edge.node.dependencies import prepare
+from edge.node.direct import Direct
 from edge.node.hub import Hub
 from edge.node.ingress import Ingress
 from edge.node.static import AssetsFirst
@@ -121,10 +122,16 @@ class Node:
             hidden_paths=(str(config.state_dir),),
         )
         self.triggers = Triggers(self.event, say)
-        self.app = AccessLogged(self._doors(tokens, show_tracebacks, local_triggers), access_log)
+        self.app, self.direct = self._doors(tokens, show_tracebacks, local_triggers, access_log)
         self._parts = AsyncExitStack()
 
-    def _doors(self, tokens: Mapping[str, str], show_tracebacks: bool, local_triggers: bool) -> ASGIApp:
+    def _doors(
+        self,
+        tokens: Mapping[str, str],
+        show_tracebacks: bool,
+        local_triggers: bool,
+        access_log: Callable[[Access], None],
+    ) -> tuple[ASGIApp, Direct]:
         ingress = Ingress(self.isolates, lambda _: self._primary, show_tracebacks=show_tracebacks, error_log=self._say)
         routes = api.routes(self._gate, tokens=tokens, health=self._health)
         if local_triggers:
@@ -141,7 +148,11 @@ class Node:
             is_ours = scope["type"] == "lifespan" or scope["path"].startswith(prefixes)
             await (doors if is_ours else workers)(scope, receive, send)
 
-        return app
+        def worker_of(path: str) -> WorkerKey | None:
+            """Whom a path belongs to, if it is nobody's but a worker's."""
+            return None if path.startswith(prefixes) or self._primary in self._assets.sites else self._primary
+
+        return AccessLogged(app, access_log), Direct(self.isolates, worker_of, ingress, access_log)
 
     async def __aenter__(self) -> Self:
         # Closed in the reverse order: what starts handlers first, then handlers and what they call, and the ledger
@@ -182,12 +193,38 @@ class Node:
 
         Raises:
             WorkerStartFailed: it could not be imported; what served before goes on serving.
-            ConfigError: a cron, a consumer, the assets, `egress` or the list of dependencies is wrong, or
-                the library for buckets in S3 is missing; likewise.
+            ConfigError: a cron, a consumer, the assets, `egress` or the list of dependencies is wrong, the library for
+                buckets in S3 is missing, or the new name is another worker's; likewise.
             DependenciesFailed: what it depends on cannot be installed; likewise.
         """
         key = key_of(config)
         old = key_of(was) if was is not None and key_of(was) != key else None
+        if old is not None and key in self._ai:
+            raise ConfigError(
+                f"name: {config.name!r} is the name of another worker on this node; choose another one, or start "
+                "`edge dev` again if that one has a new name"
+            )
+        with self._new_ai(config):
+            await self._deploy(config, old, secrets)
+
+    @contextmanager
+    def _new_ai(self, config: Config) -> Iterator[None]:
+        """`[ai]` of `config`, which goes back to what it was if the worker does not come up."""
+        key = key_of(config)
+        before = self._ai.copy()
+        self.use_ai(config)
+        try:
+            yield
+        except BaseException:
+            if key in before:
+                self._ai[key] = before[key]
+            else:
+                del self._ai[key]
+            self._update_ai()
+            raise
+
+    async def _deploy(self, config: Config, old: WorkerKey | None, secrets: Mapping[str, str] | None) -> None:
+        key = key_of(config)
         crons = [Cron(expression) for expression in config.triggers.crons]
         site = _site_of(config)
         Rules(config.egress)
@@ -198,7 +235,6 @@ class Node:
             await self.isolates.deploy(bundle)
         if old is not None:
             self._take_from(old, key)
-            self.use_ai(config)
         consumers = config.queues.consumers
         if consumers and self._lacks(key, "queue"):
             consumers = []
@@ -224,6 +260,7 @@ class Node:
         self.triggers.remove(old)
         self._assets.sites.pop(old, None)
         self._ai.pop(old, None)
+        self._update_ai()
 
     def serves(self, config: Config) -> bool:
         """Whether some version of that worker is up."""
@@ -233,6 +270,9 @@ class Node:
     def use_ai(self, config: Config) -> None:
         """Take over `[ai]` of `config` for its worker; stand-ins are for all workers, the first one's going first."""
         self._ai[key_of(config)] = config.ai
+        self._update_ai()
+
+    def _update_ai(self) -> None:
         self.catalogue.update(self._served.values(), self._stand_ins())
         self._binding.priorities = {key: ai.priority for key, ai in self._ai.items() if ai is not None}
         self._gate.sharing = frozenset(key[0] for key, ai in self._ai.items() if ai is not None and ai.share_prefixes)
@@ -261,7 +301,7 @@ class Node:
 
     def _stand_ins(self) -> dict[str, str]:
         found: dict[str, str] = {}
-        for ai in self._ai.values():
+        for _, ai in sorted(self._ai.items(), key=lambda item: item[0] != self._primary):
             found = (ai.models if ai is not None else {}) | found
         return found
 
@@ -344,6 +384,10 @@ class _AiBinding:
         self.priorities: dict[WorkerKey, int] = {}
         self._gate = gate
         self._layers_of = layers_of
+
+    async def models(self, params: Mapping[str, Any]) -> JsonAnswer:
+        """The models of the catalogue."""
+        return JsonAnswer(list_models(self._gate.catalogue, params))
 
     async def run(self, caller: Bundle, model: str, inputs: Any, options: dict[str, Any]) -> JsonAnswer | StreamAnswer:
         """One model call of a handler; EdgeErrors travel to it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.types import Receive
 
@@ -12,6 +12,14 @@ T = TypeVar("T")
 
 HANG_UP = "edge.hang_up"
 """The ASGI extension under which a server that can tell gives a request its connection's `HangUp`."""
+
+
+class Cancellable(Protocol):
+    """A task, or something like one."""
+
+    def cancel(self) -> object:
+        """End it before its time."""
+        ...
 
 
 class HangUp:
@@ -22,26 +30,34 @@ class HangUp:
 
     def __init__(self) -> None:
         self._has_happened = False
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._work: set[Cancellable] = set()
 
     def happen(self) -> None:
         """The client has gone."""
         self._has_happened = True
-        for task in self._tasks:
-            task.cancel()
+        for work in list(self._work):
+            work.cancel()
+
+    def add(self, work: Cancellable) -> None:
+        """Cancel `work` if the client goes away before it is discarded."""
+        self._work.add(work)
+
+    def discard(self, work: Cancellable) -> None:
+        """It is over."""
+        self._work.discard(work)
 
     async def end(self, work: Coroutine[Any, Any, object]) -> None:
         """Do `work` in this task; if the client goes away it is cancelled, and this returns once it has ended."""
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
+        self.add(task)
         try:
             await work
         except asyncio.CancelledError:
             if not self._has_happened or task.uncancel() > 0:
                 raise
         finally:
-            self._tasks.discard(task)
+            self.discard(task)
 
 
 async def hung_up(receive: Receive) -> None:

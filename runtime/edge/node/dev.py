@@ -17,14 +17,15 @@ import time
 import webbrowser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 import uvloop
 from msgspec.structs import replace
 
-import edge.config
 from edge.config import Config
+from edge.config.file import load
 from edge.errors import ConfigError, EdgeError, PortInUse, UsageError
 from edge.node.access import Access
 from edge.node.app import Node, key_of
@@ -90,7 +91,7 @@ async def _serve(configs: Sequence[Config], sockets: list[socket.socket], *, rel
         local_triggers=True,
     )
     async with node:
-        workers = [_Worker(node, config) for config in configs]
+        workers = [_Worker(node, config, reload) for config in configs]
         watching = []
         if reload:  # from before the code is read, so that no save after that is missed
             watching = [
@@ -99,10 +100,12 @@ async def _serve(configs: Sequence[Config], sockets: list[socket.socket], *, rel
         try:
             for worker in workers:
                 node.use_ai(worker.config)
+            for worker in workers:
                 await while_connected(worker.deploy(), stop.wait())
             if stop.is_set():
                 return
             server.config.app = node.app
+            server.config.http = cast(Any, partial(LimitedHttp, direct=node.direct))
             serving = asyncio.create_task(server.serve(sockets))
             serving.add_done_callback(lambda _: stop.set())
             base = f"http://{host}:{port}"
@@ -144,8 +147,9 @@ def _actions(node: Node, base: str, end: Callable[[], None]) -> list[HotKey]:
 class _Worker:
     """A worker and the configuration that it has now."""
 
-    def __init__(self, node: Node, config: Config) -> None:
+    def __init__(self, node: Node, config: Config, reload: bool) -> None:
         self.config = config
+        self._reloads = reload
         self._node = node
         self._started_with = config
         self._warned: set[str] = set()
@@ -159,9 +163,12 @@ class _Worker:
             await self._node.deploy(config, secrets=secrets, was=self.config)
         except EdgeError as error:
             serves = self._node.serves(self.config)
-            meanwhile = "the version before it goes on serving" if serves else "nothing is served"
+            meanwhile = "the version before it goes on serving" if serves else "it is not served"
+            again = "The next save tries again" if self._reloads else "Start `edge dev` again once this is mended"
             details = getattr(error, "traceback", "")
-            _say(f"{short(config.main)} could not be started: {error.message}; {meanwhile}.\n{details}".rstrip())
+            _say(
+                f"{short(config.main)} could not be started; {meanwhile}. {again}.\n{error.message}\n{details}".rstrip()
+            )
             return False
         self.config = config
         return True
@@ -172,7 +179,7 @@ class _Worker:
         reloading = None
         if config.path is not None:
             with suppress(ConfigError):  # it was right a moment ago; if it is not any more, the next save will say so
-                edge.config.load(config.path, config.path.parent, self._warned.add)
+                load(config.path, config.path.parent, self._warned.add)
         try:
             async with aclosing(saves(config.main.parent, config.path, config.state_dir, stop)) as bursts:
                 async for _ in bursts:
@@ -194,14 +201,13 @@ class _Worker:
         if before.path is not None:
             try:
                 # What the options said keeps its place over the file.
-                loaded = edge.config.load(before.path, before.path.parent, self._warn)
+                loaded = load(before.path, before.path.parent, self._warn)
                 sandbox = replace(loaded.isolates, sandbox=before.isolates.sandbox)
                 loaded = replace(loaded, state_dir=before.state_dir, isolates=sandbox)
                 config = replace(loaded, account_id=before.account_id)
             except ConfigError as error:
                 _say(f"error: {error.message}\nThe worker keeps running with the old configuration.")
                 return
-        self._node.use_ai(config)
         if await self.deploy(config):
             _say(f"Reloaded in {(time.perf_counter() - began) * 1000:.0f} ms")
         if fixed := _only_at_start(before, loaded):
@@ -254,7 +260,6 @@ def _server() -> _Server:
             access_log=False,
             server_header=False,
             date_header=True,
-            http=LimitedHttp,
             ws="websockets-sansio",
             ws_max_size=MAX_MESSAGE_BYTES,
             # After the node has closed, only answers that nobody reads are left.

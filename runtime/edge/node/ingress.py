@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -21,7 +22,20 @@ from edge.node.connection import HANG_UP, while_connected
 from edge.node.translation import cf_of, checked_headers, client_ip, text_headers, url_of
 from edge.node.websocket import ClientSocket
 
-_BODILESS = frozenset({204, 205, 304})
+BODILESS = frozenset({204, 205, 304})
+"""Statuses of responses that have no body."""
+
+
+class Described(Protocol):
+    """A request, as far as messages about it go."""
+
+    def describe(self) -> str:
+        """Method and path."""
+        ...
+
+    def header(self, name: str) -> str:
+        """Value of the first request header called `name` (lower case), or an empty string."""
+        ...
 
 
 class Ingress:
@@ -62,21 +76,20 @@ class Ingress:
         try:
             response = await self._isolates.fetch(self._worker_of(exchange.scope), exchange.request())
         except EdgeError as error:
-            await exchange.send_page(*self._error_page(error, exchange))
+            await exchange.send_page(*self.error_page(error, exchange))
             return
         try:
             headers = checked_headers(response.status, response.headers)
         except HandlerFailed as error:
-            await _close(response)
-            await exchange.send_page(*self._error_page(error, exchange))
+            await close(response)
+            await exchange.send_page(*self.error_page(error, exchange))
             return
         try:
-            await exchange.send_response(response, headers)
+            await send_response(response, headers, exchange.scope["method"], exchange.send)
         except EdgeError as error:
-            # The head is out, so the only honest signal left is to end the connection without the last chunk.
-            self._error_log(f"the response to {exchange.describe()} was cut short: {error.message}")
+            self.report_cut(exchange, error)
         finally:
-            await _close(response)
+            await close(response)
 
     async def _serve_websocket(self, client: ClientSocket) -> None:
         is_open = False
@@ -95,12 +108,19 @@ class Ingress:
             if is_open:
                 self._error_log(f"{client.describe()} was cut short: {error.message}")
             else:
-                status, content_type, body, headers = self._error_page(error, client)
+                status, content_type, body, headers = self.error_page(error, client)
                 pairs = {"content-type": content_type, **headers}.items()
                 await client.deny_with(status, [(name.encode(), value.encode()) for name, value in pairs], body)
         finally:
             if response is not None:
-                await _close(response)
+                await close(response)
+
+    def report_cut(self, exchange: Described, error: EdgeError) -> None:
+        """Tell the operator that a response ended half-way.
+
+        The head is out, so the only honest signal to the client is that the connection ends without the last chunk.
+        """
+        self._error_log(f"the response to {exchange.describe()} was cut short: {error.message}")
 
     def _worker_of(self, scope: Scope) -> WorkerKey:
         key = self._route(scope)
@@ -108,9 +128,7 @@ class Ingress:
             raise UnknownWorker("no worker is served under this address")
         return key
 
-    def _error_page(
-        self, error: EdgeError, exchange: _Exchange | ClientSocket
-    ) -> tuple[int, str, bytes, dict[str, str]]:
+    def error_page(self, error: EdgeError, exchange: Described) -> tuple[int, str, bytes, dict[str, str]]:
         """Status, content type, body and headers of the answer to a request that failed."""
         error_id = new_id()
         self._error_log(f"{exchange.describe()} failed (id {error_id}): {_with_traceback(error)}")
@@ -131,7 +149,7 @@ class _Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
         self._receive = receive
-        self._send = send
+        self.send = send
         self._headers = text_headers(scope)
         self._first = dict(reversed(self._headers))
         self._has_body = self.header("content-length") not in ("", "0") or "transfer-encoding" in self._first
@@ -153,7 +171,7 @@ class _Exchange:
             url=url_of(self.scope, self.header("host")),
             headers=[*self._headers, ("cf-connecting-ip", client_ip(self.scope))],
             body=self._body(self._body_read) if self._body_read is not None else None,
-            cf=cf_of(self.scope),
+            cf=cf_of(self.scope["http_version"]),
         )
 
     async def _body(self, is_read: asyncio.Event) -> AsyncIterator[bytes]:
@@ -178,39 +196,44 @@ class _Exchange:
         while not self._is_gone:
             self._is_gone = (await self._receive())["type"] == "http.disconnect"
 
-    async def send_response(self, response: OutboundResponse, headers: list[tuple[bytes, bytes]]) -> None:
-        """Stream `response` with `headers`, which have been checked.
-
-        Raises:
-            EdgeError: the body failed half-way; the response is left unfinished.
-        """
-        if response.body is None and response.status not in _BODILESS:
-            headers = [*(pair for pair in headers if pair[0] != b"content-length"), (b"content-length", b"0")]
-        await self._send_head(response.status, headers)
-        last = b""
-        if response.body is not None and self.scope["method"] != "HEAD" and response.status not in _BODILESS:
-            if isinstance(response.body, WholeBody):
-                last = response.body.content
-            else:
-                async for chunk in response.body:
-                    await self._send(_body_message(chunk, more=True))
-        await self._send(_body_message(last, more=False))
-
     async def send_page(self, status: int, content_type: str, body: bytes, headers: dict[str, str]) -> None:
         """Send a complete response of our own."""
         pairs = {"content-type": content_type, "content-length": str(len(body)), **headers}
-        await self._send_head(status, [(name.encode(), value.encode()) for name, value in pairs.items()])
-        await self._send(_body_message(b"" if self.scope["method"] == "HEAD" else body, more=False))
+        await _send_head(status, [(name.encode(), value.encode()) for name, value in pairs.items()], self.send)
+        await self.send(_body_message(b"" if self.scope["method"] == "HEAD" else body, more=False))
 
-    async def _send_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+async def send_response(
+    response: OutboundResponse, headers: list[tuple[bytes, bytes]], method: str, send: Send
+) -> None:
+    """Stream `response` to a request of `method` with `headers`, which have been checked.
+
+    Raises:
+        EdgeError: the body failed half-way; the response is left unfinished.
+    """
+    if response.body is None and response.status not in BODILESS:
+        headers = [*(pair for pair in headers if pair[0] != b"content-length"), (b"content-length", b"0")]
+    await _send_head(response.status, headers, send)
+    last = b""
+    if response.body is not None and method != "HEAD" and response.status not in BODILESS:
+        if isinstance(response.body, WholeBody):
+            last = response.body.content
+        else:
+            async for chunk in response.body:
+                await send(_body_message(chunk, more=True))
+    await send(_body_message(last, more=False))
+
+
+async def _send_head(status: int, headers: list[tuple[bytes, bytes]], send: Send) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": headers})
 
 
 def _body_message(body: bytes, *, more: bool) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-async def _close(response: OutboundResponse) -> None:
+async def close(response: OutboundResponse) -> None:
+    """Leave what there still is of the body."""
     if response.body is not None:
         await response.body.aclose()
 

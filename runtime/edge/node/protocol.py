@@ -1,17 +1,21 @@
-"""HTTP/1.1 on a socket as uvicorn speaks it, with two limits that it lacks: on the size and on the time of a head.
+"""HTTP/1.1 on a socket as uvicorn speaks it, with limits that it lacks, and a short way for simple requests.
 
-Without them one connection, which needs no token, can fill the node's memory with a header that never ends, and idle
-ones can use up its file descriptors. This module knows nothing about what is served.
+The limits are on the size and on the time of a head: without them one connection, which needs no token, can fill the
+node's memory with a header that never ends, and idle ones can use up its file descriptors. A request without a valid
+host is refused here, since every part behind this takes it for one. This module knows nothing about what is served.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from edge.node.connection import HANG_UP, HangUp
+from edge.node.direct import Direct, Exchange
+from workers._wire import MAX_CHUNK_BYTES
 
 MAX_HEAD_BYTES = 64 << 10
 """Of a request's head, and of anything else around its body: trailers, and what the chunks of a body carry along.
@@ -20,19 +24,33 @@ MAX_HELD_BYTES = 64 << 10
 """Of a response that wait for what is written next."""
 HEAD_TIMEOUT_S = 60.0
 """From the connection, or the first byte of a further request, to the end of the head."""
+LINGER_S = 2.0
+"""How long what a refused client still sends is read, so that it gets to read why it was refused."""
 
 _TOO_LARGE = f"The request's head is over the limit of {MAX_HEAD_BYTES} bytes."
+_NO_HOST = "A request of HTTP/1.1 has one header `host`, with the name or address of this server and maybe a port."
+_HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[-A-Za-z0-9._~%!$&'()*+,;=]*)(:\d{0,5})?")
+_NOT_SIMPLE = frozenset({b"transfer-encoding", b"upgrade", b"expect", b"x-forwarded-for", b"x-forwarded-proto"})
+"""Headers of requests whose body comes bit by bit, that become something else, or that come through a proxy that
+uvicorn may believe."""
 
 
 class LimitedHttp(HttpToolsProtocol):
-    """uvicorn's protocol; a client over a limit is disconnected. Requests carry the extension `HANG_UP`."""
+    """uvicorn's protocol; a client over a limit is disconnected. Requests carry the extension `HANG_UP`.
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    With `direct`, what is simple enough is not given to the ASGI app.
+    """
+
+    def __init__(self, *arguments: Any, direct: Direct | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._direct = direct
         self._in_message = False
         self._in_head = False
+        self._is_refused = False
+        self._idle_since: float | None = None
+        self._held: _Held | None = None
         self._num_bytes = 0  # received since the piece in which the message, or a part of its body, began
-        self._hang_up = HangUp()
+        self.hang_up = HangUp()
         self._gathered: _Gathered
         self._head_timer: asyncio.TimerHandle | None = None
 
@@ -45,44 +63,166 @@ class LimitedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting, and all work for this client."""
         self._stop_timer()
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
         super().connection_lost(exc)
-        self._hang_up.happen()
+        self.hang_up.happen()
 
     def data_received(self, data: bytes) -> None:
         """Parse `data`, and refuse more of what is no body than the limit."""
+        if self._is_refused:
+            return
         self._num_bytes += len(data)
         super().data_received(data)
         if self._in_head and self._head_timer is None:  # most heads come in one piece and need no timer
             self._expect_head()
-        if self._in_message and self._num_bytes > MAX_HEAD_BYTES:
-            self._refuse()
+        if self._in_message and self._num_bytes > MAX_HEAD_BYTES and not self._is_refused:
+            self._refuse(431, _TOO_LARGE)
 
     def on_message_begin(self) -> None:
         """A head begins."""
         super().on_message_begin()
-        self.scope["extensions"] = {HANG_UP: self._hang_up}  # type: ignore[dict-item]
+        self.scope["extensions"] = {HANG_UP: self.hang_up}  # type: ignore[dict-item]
         self._in_message, self._in_head, self._num_bytes = True, True, 0
 
     def on_headers_complete(self) -> None:
         """The head is here."""
         self._in_head = False
         self._stop_timer()
-        super().on_headers_complete()
+        if self._is_refused:
+            return
+        host, num_body_bytes = self._read_headers()
+        if host is None:
+            self._refuse(400, _NO_HOST)
+        elif num_body_bytes is None or not self._may_go_directly():
+            super().on_headers_complete()
+        elif num_body_bytes:
+            self._held = _Held(host)
+        elif not self._goes_directly(host, None):
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """A part of the body is here; it has limits elsewhere."""
         self._num_bytes = 0
-        super().on_body(body)
+        if self._held is not None:
+            self._held.body += body
+        elif not self._is_refused:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The request is here."""
         self._in_message = False
-        super().on_message_complete()
+        held, self._held = self._held, None
+        if held is not None and not self._goes_directly(held.host, bytes(held.body)):
+            super().on_headers_complete()
+            super().on_body(bytes(held.body))
+        if not self._is_refused and not isinstance(self.cycle, Exchange):
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """All of the response has been written."""
         self._gathered.flush()
-        super().on_response_complete()
+        if self.pipeline or self.transport.is_closing():
+            super().on_response_complete()
+            return
+        self.server_state.total_requests += 1
+        self.flow.resume_reading()
+        self._idle_since = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self._wait_for_request(self.timeout_keep_alive)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close the connection if it has been idle for long enough.
+
+        The timer runs on through further requests: to cancel it and to set it anew costs as much as to parse one.
+        """
+        self.timeout_keep_alive_task = None
+        if self._idle_since is not None:
+            left_s = self._idle_since + self.timeout_keep_alive - self.loop.time()
+            if left_s > 0:
+                self._wait_for_request(left_s)
+            else:
+                super().timeout_keep_alive_handler()
+
+    def _wait_for_request(self, seconds: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
+
+    def _unset_keepalive_if_required(self) -> None:
+        self._idle_since = None
+
+    def write_now(self, data: bytes) -> None:
+        """Write `data` after what was written before."""
+        self._gathered.write_now(data)
+
+    def new_cycle(self, method: str, *, keep_alive: bool) -> RequestResponseCycle:
+        """What takes the response to a request of the short way in parts."""
+        cycle = RequestResponseCycle(
+            scope=cast(Any, {"type": "http", "method": method}),
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=False,
+            keep_alive=keep_alive,
+            on_response=self.on_response_complete,
+        )
+        if isinstance(self.cycle, Exchange):  # else a further request waits for its turn
+            self.cycle = cycle
+        return cycle
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP."""
+        if not self._is_refused:
+            self._refuse(400, msg)
+
+    def _should_upgrade(self) -> bool:
+        return not self._is_refused and super()._should_upgrade()
+
+    def _read_headers(self) -> tuple[str | None, int | None]:
+        """The request's host and how long its body is.
+
+        The host is None if it names none, more than one, or what cannot be one; the length, if it is for the long way.
+        """
+        host, num_body_bytes, is_simple = None, 0, self._direct is not None
+        num_hosts = 0
+        for name, value in self.headers:
+            if name == b"host":
+                host = value
+                num_hosts += 1
+            elif name == b"content-length":
+                num_body_bytes = int(value)
+            elif name in _NOT_SIMPLE:
+                is_simple = False
+        if host is None and self.parser.get_http_version() != "1.1":
+            return "", None
+        if host is None or num_hosts > 1 or not _HOST.fullmatch(host):
+            return None, None
+        return host.decode(), num_body_bytes if is_simple and num_body_bytes <= MAX_CHUNK_BYTES else None
+
+    def _goes_directly(self, host: str, content: bytes | None) -> bool:
+        """Let the request go the short way, if that is open."""
+        assert self._direct is not None
+        method, target = self.parser.get_method().decode(), self.url.decode()
+        exchange = self._direct.start(self, method, target, self.headers, host, content)
+        if exchange is None:
+            return False
+        self.cycle = cast(RequestResponseCycle, exchange)
+        return True
+
+    def _may_go_directly(self) -> bool:
+        """Whether nothing but the headers keeps a request from the short way: no other one is waited for, and its
+        connection stays."""
+        return (
+            self.parser.should_keep_alive()
+            and self.parser.get_http_version() == "1.1"
+            and (self.cycle is None or self.cycle.response_complete)
+            and self.url.startswith(b"/")
+            and self.url.isascii()
+            and b"#" not in self.url
+        )
 
     def _unsupported_upgrade_warning(self) -> None:
         """Upgrades are not supported, and the operator can do nothing about it."""
@@ -90,14 +230,21 @@ class LimitedHttp(HttpToolsProtocol):
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _refuse(self) -> None:
-        if not self._is_answering():
-            head = (
-                "HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain; charset=utf-8\r\n"
-                f"content-length: {len(_TOO_LARGE)}\r\nconnection: close\r\n\r\n"
-            )
-            self.transport.write((head + _TOO_LARGE).encode())
-        self.transport.close()
+    def _refuse(self, status: int, why: str) -> None:
+        """Say why, and close the connection once the client has had time to read it.
+
+        To close while it still sends would reset the connection, with which the answer could get lost.
+        """
+        self._is_refused = True
+        self._stop_timer()
+        if self._is_answering():
+            self.transport.close()
+            return
+        head = f"content-type: text/plain; charset=utf-8\r\ncontent-length: {len(why)}\r\nconnection: close\r\n\r\n"
+        self.write_now(STATUS_LINE[status] + (head + why).encode())
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)
 
     def _expect_head(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up)
@@ -112,6 +259,14 @@ class LimitedHttp(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+
+class _Held:
+    """A request whose body, a short one, is still to come as a whole before it goes the short way."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.body = bytearray()
 
 
 class _Gathered:
@@ -139,6 +294,16 @@ class _Gathered:
             self._held.clear()
             self._num_held_bytes = 0
             self._transport.write(data)
+
+    def write_now(self, data: bytes) -> None:
+        """Write `data` at once, after what is held."""
+        self.flush()
+        self._transport.write(data)
+
+    def write_eof(self) -> None:
+        """See asyncio."""
+        self.flush()
+        self._transport.write_eof()
 
     def close(self) -> None:
         """See asyncio."""

@@ -14,6 +14,9 @@ from edge.errors import HandlerFailed
 
 _HEADER_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+\Z")
 _HEADER_VALUE = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*\Z")
+MAX_HEADER_BYTES = 128 << 10
+"""Of all headers of a response together, as they travel in HTTP/1.1; Cloudflare's limit."""
+_MAX_SHOWN = 100
 _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding"})
 
 
@@ -34,9 +37,9 @@ def url_of(scope: Scope, host: str) -> str:
     return f"{scheme}://{host or 'localhost'}{raw_path(scope)}" + (f"?{query}" if query else "")
 
 
-def cf_of(scope: Scope) -> dict[str, Any]:
+def cf_of(http_version: str) -> dict[str, Any]:
     """What `request.cf` says."""
-    return {"httpProtocol": f"HTTP/{scope.get('http_version', '1.1')}", "colo": "DEV", "country": "XX"}
+    return {"httpProtocol": f"HTTP/{http_version}", "colo": "DEV", "country": "XX"}
 
 
 def client_ip(scope: Scope) -> str:
@@ -49,15 +52,22 @@ def checked_headers(status: int, headers: list[tuple[str, str]]) -> list[tuple[b
     """The headers of a response, fit for the socket.
 
     Raises:
-        HandlerFailed: the status is no status, or a header could break out of its line.
+        HandlerFailed: the status is no status, a header could break out of its line, or they are too long together.
     """
     if not 200 <= status <= 599:
         raise HandlerFailed(f"the worker answered with status {status}; it must be between 200 and 599")
+    num_bytes = sum(len(name) + len(value) + len(": \r\n") for name, value in headers)
+    if num_bytes > MAX_HEADER_BYTES:
+        raise HandlerFailed(
+            f"the worker's response has {len(headers)} headers of {num_bytes} bytes together; at most "
+            f"{MAX_HEADER_BYTES >> 10} KiB can be sent, so put what is long into the body"
+        )
     checked = []
     for name, value in headers:
         raw_name, raw_value = name.lower().encode("latin-1", "replace"), value.encode("latin-1", "replace")
         if not _HEADER_NAME.match(raw_name) or not _HEADER_VALUE.match(raw_value):
-            raise HandlerFailed(f"the worker set a header that is not valid in HTTP: {name!r}: {value!r}")
+            shown = f"{name[:_MAX_SHOWN]!r}: {value[:_MAX_SHOWN]!r}"
+            raise HandlerFailed(f"the worker set a header that is not valid in HTTP: {shown}")
         if raw_name not in _HOP_BY_HOP:
             checked.append((raw_name, raw_value))
     return checked

@@ -50,7 +50,7 @@ class ClientSocket:
             url=url_of(self.scope, self.header("host")),
             headers=[*self._headers, ("cf-connecting-ip", client_ip(self.scope))],
             body=self._incoming(),
-            cf=cf_of(self.scope),
+            cf=cf_of(self.scope.get("http_version", "1.1")),
             is_websocket=True,
         )
 

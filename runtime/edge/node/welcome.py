@@ -16,13 +16,11 @@ from edge.weights.manifest import DEFAULT_SPEC
 
 def welcome(node: Node, configs: Sequence[Config], base: str, token: str, reload: bool) -> list[str]:
     """The lines. `base` is the node's URL, `token` that of the account of the first of `configs`."""
-    lines = [line for config in configs for line in _worker(config, base, reload)]
-    account, models = configs[0].account_id, [model.id for model in node.catalogue.models()]
+    account = configs[0].account_id
+    has_ai = any(config.ai is not None for config in configs)
     return [
-        *lines,
-        f"Models    {', '.join(models) or f'none; the small default model: edge models add {DEFAULT_SPEC}'}",
-        f"REST      {base}/client/v4/accounts/{account}/ai/run/MODEL",
-        f"OpenAI    {base}/client/v4/accounts/{account}/ai/v1",
+        *(line for config in configs for line in _worker(config, base, reload, node.serves(config))),
+        *(_models(node, f"{base}/client/v4/accounts/{account}/ai") if has_ai else ()),
         f"Account   {account}    Token {token}",
         *_sandbox(node, configs),
     ]
@@ -48,8 +46,17 @@ def short(path: Path) -> str:
         return str(path)
 
 
-def _worker(config: Config, base: str, reload: bool) -> Iterator[str]:
-    yield f"Worker    {config.name}  ({short(config.main)}{', reloads on save' if reload else ''})"
+def _models(node: Node, base: str) -> Iterator[str]:
+    """What there is to know of models, for those who have asked for some with `[ai]`."""
+    models = ", ".join(model.id for model in node.catalogue.models())
+    yield f"Models    {models or f'none; the small default model: edge models add {DEFAULT_SPEC}'}"
+    yield f"REST      {base}/run/MODEL"
+    yield f"OpenAI    {base}/v1"
+
+
+def _worker(config: Config, base: str, reload: bool, serves: bool) -> Iterator[str]:
+    state = f"{', reloads on save' if reload else ''}{'' if serves else '; NOT SERVED: what is wrong is said above'}"
+    yield f"Worker    {config.name}  ({short(config.main)}{state})"
     yield f"AI        {f'env.{config.ai.binding}' if config.ai else 'none ([ai] is not in the configuration)'}"
     for kv in config.kv_namespaces:
         yield f"KV        env.{kv.binding}  ({kv.storage_id})"
