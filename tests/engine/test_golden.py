@@ -62,6 +62,7 @@ def test_one_prompt_alone(runner: ModelRunner, prompt: dict) -> None:
     assert greedy(runner, [prompt["input_ids"]], 32) == [prompt["output_ids"]]
 
 
+@pytest.mark.slow
 def test_all_prompts_in_one_batch_with_chunked_prefill(runner: ModelRunner) -> None:
     answers = greedy(runner, [prompt["input_ids"] for prompt in PROMPTS], 32, step_tokens=24)
     assert answers == [prompt["output_ids"] for prompt in PROMPTS]

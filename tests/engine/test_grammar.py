@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from helpers import num_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -160,7 +161,7 @@ def write(compiler: GrammarCompiler, tokenizer: Tokenizer, schema: Any, seed: in
 # -- what is written fits ----------------------------------------------------------------------------------
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=num_examples(120), deadline=None)
 @given(name=st.sampled_from(sorted(SCHEMAS)), seed=st.integers(0, 1 << 30), hurry=st.sampled_from([0.0, 6.0]))
 def test_what_is_finished_fits_the_schema(
     compiler: GrammarCompiler, tiny: Tokenizer, name: str, seed: int, hurry: float
@@ -397,7 +398,7 @@ KEYWORDS = (
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(
     schema=st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=6),

@@ -111,6 +111,20 @@ def test_the_copy_used_least_recently_makes_room() -> None:
     assert cache.side.side_of_page.tolist()[:6] == [0, 1, -1, 3, 2, -1]
 
 
+def test_a_sequence_that_pauses_keeps_what_it_reads_in_full() -> None:
+    cache = make_cache("int4", KIND, num_pages=20, num_side_pages=6)
+    assert cache.side is not None
+    paused = [9, 8, 7, 6, 5]
+    written(cache, paused, 70)  # goes on in the fifth page: its first, fourth and fifth are read in full
+    for page in range(5):
+        cache.keep(paused, 70)
+        written(cache, [page], 16, seed=page)
+    assert (cache.side.side_of_page[paused] >= 0).tolist() == [True, False, False, True, True]
+    cache.keep([], 0)
+    cache.keep(paused, 80)  # its next page is not there yet
+    assert (cache.side.side_of_page[paused] >= 0).tolist() == [True, False, False, True, True]
+
+
 def test_a_page_without_copy_is_read_as_int4_and_gets_none_halfway() -> None:
     cache = make_cache("int4", KIND, num_pages=12, num_side_pages=1)
     assert cache.side is not None

@@ -185,6 +185,25 @@ def test_a_slow_reader_holds_up_only_itself(make: Callable[..., Loop]) -> None:
     assert slow.text == quick.text
 
 
+def test_a_sequence_that_waits_for_its_reader_keeps_the_pages_it_reads_in_full(make: Callable[..., Loop]) -> None:
+    loop = make(max_batch_size=2, step_tokens=64, options=ModelOptions(weights="float32", kv="int4"), kv_tokens=4096)
+    side = loop.model.runner.cache.side
+    assert side is not None
+    loop.submit(1, "the slow one, " * 8, credit=2, max_tokens=60)
+    loop.submit(2, "begin")
+    loop.finish(2)
+    (slow,) = loop.model.scheduler.running
+    last = slow.num_computed_tokens // 16
+    read_in_full = [slow.pages[0], slow.pages[last - 1], slow.pages[last]]
+    for number in range(3, 9):  # several times as many pages as there are copies
+        loop.submit(number, f"{number} other " * 40, max_tokens=3)
+        loop.finish(number)
+    assert loop.model.scheduler.running == [slow]
+    assert (side.side_of_page[read_in_full] >= 0).all()
+    loop.steps.post(MoreDeltas(1, 1000))
+    loop.finish(1)
+
+
 def test_the_usage_of_a_long_prompt_is_told_while_it_is_computed(make: Callable[..., Loop]) -> None:
     loop = make(step_tokens=8, max_batch_size=4)
     loop.submit(1, "x" * 50)
@@ -237,10 +256,10 @@ def test_a_failing_step_fails_its_sequences_and_not_the_engine(
     original = loop.model.runner.run
     failures = iter([MemoryError("no room")])
 
-    def run(chunks: list[Any]) -> torch.Tensor:
+    def run(chunks: list[Any], paused: list[Any]) -> torch.Tensor:
         for failure in failures:
             raise failure
-        return original(chunks)
+        return original(chunks, paused)
 
     loop.model.runner.run = run  # type: ignore[method-assign]
     loop.submit(1)

@@ -57,7 +57,7 @@ def merged(source: Path, adapter: Path, folder: Path) -> Path:
     """The model in `source` with the adapter's updates added to its weights."""
     tiny_models.save_folder(folder)
     weights = load_file(source / "model.safetensors")
-    for name, pair in read_adapter(adapter).items():
+    for name, pair in read_adapter(adapter, open_checkpoint(source).config()).items():
         _, layer, part = name.split(".", 2)
         kind = "self_attn" if part.startswith("attention") else "mlp"
         weights[f"model.layers.{layer}.{kind}.{part.split('.')[1]}_proj.weight"] += pair.up @ pair.down

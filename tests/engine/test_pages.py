@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers import num_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -189,4 +190,4 @@ class Allocations(RuleBasedStateMachine):
 
 
 TestAllocations = Allocations.TestCase
-TestAllocations.settings = settings(max_examples=60, stateful_step_count=30)
+TestAllocations.settings = settings(max_examples=num_examples(60), stateful_step_count=30)

@@ -106,12 +106,20 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
         engine.stop()
 
 
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """One for the tests that leave it idle."""
+    engine = Engine(tmp_path_factory.mktemp("cache"), max_waiting=8)
+    assert isinstance(engine.next(), EngineReady)
+    yield engine
+    engine.stop()
+
+
 def text(frames: list[Frame]) -> str:
     return "".join(frame.text for frame in frames if isinstance(frame, Delta))
 
 
-def test_from_loading_to_the_last_frame(start: Callable[..., Engine], folder: Path, tmp_path: Path) -> None:
-    engine = start()
+def test_from_loading_to_the_last_frame(engine: Engine, folder: Path, tmp_path: Path) -> None:
     loaded = engine.load(folder)
     assert isinstance(loaded, ModelLoaded)
     assert (loaded.model, loaded.architecture, loaded.context_length) == ("tiny", "llama", 512)
@@ -138,8 +146,7 @@ def test_from_loading_to_the_last_frame(start: Callable[..., Engine], folder: Pa
     assert isinstance(engine.load(folder), ModelLoaded)  # again: already there
 
 
-def test_what_is_refused_harms_nobody(start: Callable[..., Engine], folder: Path, tmp_path: Path) -> None:
-    engine = start(max_waiting=8)
+def test_what_is_refused_harms_nobody(engine: Engine, folder: Path, tmp_path: Path) -> None:
     corrupt = tmp_path / "corrupt.gguf"
     corrupt.write_bytes(b"GGUF" + bytes(100))
     failed = engine.load(corrupt, "corrupt")
@@ -191,8 +198,7 @@ def test_plain_prompts_do_not_wait_for_a_flood_of_schemas(start: Callable[..., E
     assert len(read) < len(schemas)
 
 
-def test_cancel_and_credit_reach_a_call_at_any_time(start: Callable[..., Engine], folder: Path) -> None:
-    engine = start()
+def test_cancel_and_credit_reach_a_call_at_any_time(engine: Engine, folder: Path) -> None:
     engine.load(folder)
     # In one write: the prompt is not even tokenized when the cancel is read.
     engine.send(tiny_models.request(id=2), Cancel(2))
@@ -227,8 +233,7 @@ def test_bytes_that_are_no_frames_end_the_process(start: Callable[..., Engine]) 
     assert b"frame of an unknown shape" in engine.process.stderr.read()
 
 
-def test_ctrl_c_in_the_terminal_is_left_to_the_node(start: Callable[..., Engine]) -> None:
-    engine = start()
+def test_ctrl_c_in_the_terminal_is_left_to_the_node(engine: Engine) -> None:
     engine.process.send_signal(signal.SIGINT)
     engine.send(Ping(1))
     assert engine.next() == Pong(1, 0, 0)

@@ -7,7 +7,7 @@ import pytest
 import tiny_models
 import torch
 
-from edge.engine.quantize import Errors, run
+from edge.engine.quantize import Errors, _inverse, run
 from edge.errors import WeightsError
 from edge.weights.checkpoint import open_checkpoint
 from edge.weights.conversion import CALIBRATION_TEXT, HELDOUT_TEXT, Job, Recipe, Result
@@ -120,3 +120,13 @@ def test_texts_that_are_too_short(tmp_path: Path, texts: tuple[Path, Path]) -> N
     source = tiny_models.save_folder(tmp_path / "source")
     with pytest.raises(WeightsError, match=r"calibration\.txt: 6 tokens are too few, at least 256 are needed"):
         run(job(source, tmp_path / "out", texts, Recipe(bits=8, group=0)))
+
+
+@pytest.mark.parametrize("K", [1, 255, 256, 300, 600])
+def test_the_inverse_in_blocks_is_the_inverse(K: int) -> None:
+    generator = torch.Generator().manual_seed(K)
+    upper = torch.randn(K, K, generator=generator).div(4 * K**0.5).triu()
+    upper.diagonal().fill_(1)
+    whole = torch.linalg.solve_triangular(upper, torch.eye(K), upper=True)
+    torch.testing.assert_close(_inverse(upper), whole)
+    assert not _inverse(upper).tril(-1).any()

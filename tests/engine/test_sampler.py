@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import num_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,7 +100,7 @@ def reference(logits: np.ndarray[Any, Any], sampling: Sampling) -> set[int]:
     return set(np.flatnonzero((weights >= least) & (weights > 0)).tolist())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(
     seed=st.integers(0, 1000),
     vocab_size=st.sampled_from([40, 256, 700]),
@@ -136,7 +137,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(
     own=st.sampled_from(KINDS),
     others=st.lists(st.sampled_from(KINDS), max_size=6),

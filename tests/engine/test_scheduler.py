@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
+from helpers import num_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -570,7 +571,7 @@ traces = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(
     traces=traces,
     num_pages=st.integers(13, 30),

@@ -5,13 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import tiny_models
+from gguf import GGUFWriter
+from helpers import num_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 
+from edge.engine import tokenizer as tokenizer_module
 from edge.engine.tokenizer import Detokenizer, Tokenizer
 from edge.errors import InvalidInput, PromptTooLong, WeightsError
 from edge.weights.checkpoint import TokenizerFiles, Vocabulary, open_checkpoint
@@ -129,7 +133,7 @@ def test_special_tokens_are_not_text(tiny: Tokenizer) -> None:
     assert "".join(streamed(tiny, tiny.encode("a<|im_start|>b", LIMIT))) == "ab"
 
 
-@settings(max_examples=200)
+@settings(max_examples=num_examples(200))
 @given(text=st.text(max_size=30))
 def test_every_text_survives(tiny: Tokenizer, text: str) -> None:
     pieces = streamed(tiny, tiny.encode(text, LIMIT))
@@ -139,7 +143,7 @@ def test_every_text_survives(tiny: Tokenizer, text: str) -> None:
     assert all(piece.encode() is not None for piece in pieces)
 
 
-@settings(max_examples=200)
+@settings(max_examples=num_examples(200))
 @given(ids=st.lists(st.integers(0, tiny_models.VOCAB_SIZE - 1) | st.integers(90, 100), max_size=80))
 def test_arbitrary_bytes_give_the_same_text_as_at_once(tiny: Tokenizer, ids: list[int]) -> None:
     whole, result = tiny.decode(ids), "".join(streamed(tiny, ids))
@@ -242,10 +246,12 @@ def test_what_cannot_be_built_is_refused() -> None:
 
     assert build().encode("ab", LIMIT) == [2]
     assert build(pre="qwen2").encode("ab", LIMIT) == [2]
-    with pytest.raises(WeightsError, match=r"type 'llama' are not supported \(supported: gpt2\)"):
-        build(model="llama")
-    with pytest.raises(WeightsError, match=r"pre-tokenizer 'x' is not supported \(supported: smollm, qwen2, gpt-2\)"):
+    with pytest.raises(WeightsError, match=r"type 'bert' are not supported \(supported: gpt2, llama\)"):
+        build(model="bert")
+    with pytest.raises(WeightsError, match=r"pre-tokenizer 'x' is not supported \(supported: smollm, .*, kimi-k2\)"):
         build(pre="x")
+    with pytest.raises(WeightsError, match="has 3 tokens, but scores of 0"):
+        build(model="llama")
     with pytest.raises(WeightsError, match="merge 'ab', which is no pair"):
         build(merges=["ab"])
     with pytest.raises(WeightsError, match="cannot be used"):
@@ -254,3 +260,113 @@ def test_what_cannot_be_built_is_refused() -> None:
         Tokenizer(TokenizerFiles(tokenizer_json="{}"))
     with pytest.raises(WeightsError, match="no tokenizer"):
         Tokenizer(TokenizerFiles())
+
+
+TRICKY = "Don't I'LL 12345 0xA1 XMLHttp中文abc\r\n\n  x\t=a e\u0301?/\n \nかな"
+
+
+def byte_vocabulary(pre: str) -> Tokenizer:
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    types = [1] * len(tokens)
+    return Tokenizer(
+        TokenizerFiles(vocabulary=Vocabulary(model="gpt2", pre=pre, tokens=tokens, types=types, merges=[]))
+    )
+
+
+# As the models' own tools cut it: tiktoken with the published patterns, DeepSeek's tokenizer.json, llama.cpp.
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("llama-bpe", "Don|'t| I|'LL| |123|45| |0|xA|1| XMLHttp中文abc|\r\n\n| | x|\t|=a| e|\u0301?/\n| \n|かな"),
+        ("glm4", "Don|'t| I|'LL| |123|45| |0|xA|1| XMLHttp中文abc|\r\n\n| | x|\t|=a| e|\u0301?/\n| \n|かな"),
+        ("deepseek-v3", "Don|'t| I|'LL| |123|45| |0|xA|1| XMLHttp|中文|abc|\r\n\n| | x|\t|=a| e\u0301|?/\n| \n|かな"),
+        ("tekken", "Don|'t| I|'LL| |1|2|3|4|5| |0|x|A|1| XMLHttp中文abc|\r\n\n| | x|\t|=a| e\u0301|?/\n| \n|かな"),
+        ("kimi-k2", "Don't| I'LL| |123|45| |0|x|A|1| XMLHttp|中文|abc|\r\n\n| | x|\t|=a| e\u0301|?/\n| \n|かな"),
+    ],
+)
+def test_texts_are_cut_as_the_models_own_tools_cut_them(pre: str, pieces: str) -> None:
+    cut = byte_vocabulary(pre)._tokenizer.pre_tokenizer.pre_tokenize_str(TRICKY)
+    table = {character: byte[0] for character, byte in tokenizer_module._BYTES.items()}
+    assert [bytes(table[character] for character in piece).decode() for piece, _ in cut] == pieces.split("|")
+
+
+@pytest.mark.parametrize("pre", [pre for pre, kind in tokenizer_module._BYTE_LEVEL.items() if not kind.composes])
+def test_every_text_survives_every_pre_tokenizer(pre: str) -> None:
+    tokenizer = byte_vocabulary(pre)
+
+    @settings(max_examples=50)
+    @given(text=st.text(max_size=30))
+    def check(text: str) -> None:
+        assert tokenizer.decode(tokenizer.encode(text, LIMIT)) == text
+
+    check()
+
+
+def test_a_word_that_is_a_token_is_that_token_where_models_say_so() -> None:
+    vocabulary = Vocabulary(
+        model="gpt2", pre="llama-bpe", tokens=["a", "b", "c", "ab", "abc"], types=[1] * 5, merges=["a b"]
+    )
+    assert Tokenizer(TokenizerFiles(vocabulary=vocabulary)).encode("abc", LIMIT) == [4]
+    by_merges = Vocabulary(model="gpt2", pre="glm4", tokens=vocabulary.tokens, types=[1] * 5, merges=["a b"])
+    assert Tokenizer(TokenizerFiles(vocabulary=by_merges)).encode("abc", LIMIT) == [3, 2]
+
+
+# -- SentencePiece -----------------------------------------------------------------------------------------
+
+PIECES = ["▁", "a", "b", "ab", "▁a", "▁▁", "▁▁▁▁", "é"]
+SCORES = [-20.0, -21.0, -22.0, -3.0, -2.0, -1.0, -5.0, -23.0]
+
+
+def scored(folder: Path, **about: Any) -> Tokenizer:
+    """A GGUF file with the tokens <unk>, <s>, </s>, 256 bytes, `PIECES`, and a run of spaces that a user defined."""
+    writer = GGUFWriter(folder / "scored.gguf", "llama")
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES, "   "]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 259 + SCORES + [0.0])
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(PIECES), 4])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    if "prefix" in about:
+        writer.add_add_space_prefix(about["prefix"])
+    writer.add_tensor("token_embd.weight", np.ones((4, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Tokenizer(open_checkpoint(folder / "scored.gguf").tokenizer_files())
+
+
+def named(tokenizer: Tokenizer, text: str) -> list[bytes]:
+    return [tokenizer.token_bytes(token) for token in tokenizer.encode(text, LIMIT)]
+
+
+def test_pairs_are_merged_by_score(tmp_path: Path) -> None:
+    tokenizer = scored(tmp_path)
+    assert tokenizer.eos_ids == {2}
+    # The file does not say whether texts begin with BOS: those of SentencePiece do. "▁a" counts more than "ab".
+    assert named(tokenizer, "ab ab") == [b"<s>", b" a", b"b", b" a", b"b"]
+    assert named(tokenizer, "bab") == [b"<s>", b" ", b"b", b"ab"]
+    assert named(tokenizer, "é\u0301") == [b"<s>", b" ", "é".encode(), b"\xcc", b"\x81"]
+    assert named(tokenizer, "a<s>a") == [b"<s>", b" a", b"<s>", b" a"]
+    assert tokenizer.decode(tokenizer.encode("ab é", LIMIT)) == "ab é"
+
+
+def test_spaces_at_the_start_and_those_that_a_user_defined(tmp_path: Path) -> None:
+    tokenizer = scored(tmp_path, prefix=False)
+    assert named(tokenizer, "ab") == [b"<s>", b"ab"]
+    assert named(tokenizer, "a  b") == [b"<s>", b"a", b"  ", b"b"]
+    assert named(tokenizer, "a   b") == [b"<s>", b"a", b"   ", b"b"]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_every_text_survives_sentencepiece(tmp_path: Path, prefix: bool) -> None:
+    tokenizer = scored(tmp_path, prefix=prefix)
+
+    @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=20))
+    def check(text: str) -> None:
+        ids = tokenizer.encode(text, LIMIT)
+        assert tokenizer.decode(ids) == text
+        assert "".join(streamed(tokenizer, ids)) == text or text.endswith("\ufffd")
+
+    check()

@@ -5,7 +5,7 @@ import pytest
 from doubles import manifest
 
 from edge.cli.init import FILES
-from edge.config import load
+from edge.config.file import load
 from edge.errors import WeightsError
 from edge.weights.manifest import DEFAULT_NAME, DEFAULT_SPEC, FILE_NAME, Manifest
 

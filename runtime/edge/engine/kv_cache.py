@@ -26,8 +26,10 @@ from __future__ import annotations
 import math
 import mmap
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -130,6 +132,11 @@ class KvCache:
         if self.side is not None:
             self.side.begin(step)
             self._side_of_page = torch.from_numpy(self.side.side_of_page).to(self.device)
+
+    def keep(self, pages: list[int], num_computed_tokens: int) -> None:
+        """Count the full-precision pages of a sequence as used, though no step computes it now."""
+        if self.side is not None:
+            self.side.keep(pages, num_computed_tokens // self.page_size)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store `k` and `v` (T, K, D) at `slots` (T,): page number times page size plus offset in the page."""
@@ -238,7 +245,8 @@ class KvCache:
 class SidePages:
     """Which page has its full-precision copy in which side page; the copy used least recently makes room.
 
-    A copy starts when a step writes a page from its first token on, and lives until it has to make room.
+    A copy starts when a step writes a page from its first token on, and lives until it has to make room. Sequences
+    that pause would lose theirs to the pages of others that nobody reads in full any more: `keep` is for them.
     """
 
     def __init__(self, num_pages: int, num_side_pages: int, options: Int4Options) -> None:
@@ -261,10 +269,15 @@ class SidePages:
         page = np.arange(step.host_page_table.shape[1])
         last = (step.host_lengths - 1)[:, None] // step.page_size
         first = num_computed[:, None] // step.page_size
-        used = (page < self._options.sink_pages) | (page > first - self._options.window_pages)
+        used = self._reads_in_full(page, first)
         begun = page * step.page_size >= num_computed[:, None]
         self._touch(step.host_page_table[used & (page <= last)])
         self._start(step.host_page_table[begun & (page <= last)])
+
+    def keep(self, pages: list[int], first: int) -> None:
+        """Note that a sequence in `pages` goes on in the `first`th of them in some later step."""
+        page = np.arange(min(len(pages), first + 1))
+        self._touch(np.array(pages, np.int32)[page[self._reads_in_full(page, first)]])
 
     def drop(self, pages: list[int]) -> list[int]:
         """Forget the copies of `pages`; returns the side pages where they were."""
@@ -274,6 +287,10 @@ class SidePages:
         self._page_of_side[places] = -1
         self._used[places] = 0
         return places.tolist()  # type: ignore[no-any-return]
+
+    def _reads_in_full(self, page: npt.NDArray[Any], first: npt.NDArray[Any] | int) -> npt.NDArray[np.bool_]:
+        """Whether queries from the `first`th page of a sequence on read its `page`th, if it is no later one."""
+        return (page < self._options.sink_pages) | (page > first - self._options.window_pages)
 
     def _touch(self, pages: Integers) -> None:
         places = self.side_of_page[pages]

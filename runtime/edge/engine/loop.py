@@ -224,7 +224,8 @@ def _failed(generation: Generation, error: EdgeError) -> Failed:
 
 def _compute(model: LoadedModel, chunks: list[Chunk], members: list[Generation]) -> list[Growth | _Broken]:
     """Run the step; what it came to for each chunk."""
-    logits = model.runner.run(chunks)
+    computed = {chunk.sequence.id for chunk in chunks}
+    logits = model.runner.run(chunks, [each for each in model.scheduler.running if each.id not in computed])
     completing = [(chunk, member) for chunk, member in zip(chunks, members, strict=True) if chunk.completes]
     held = [(member.grammar, chunk.sequence.draft[: chunk.num_draft]) for chunk, member in completing if member.grammar]
     masks = iter(model.grammars.masks([grammar for grammar, _ in held], [draft for _, draft in held]) if held else ())

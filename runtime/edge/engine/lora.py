@@ -22,7 +22,7 @@ from torch import Tensor
 
 from edge.engine.kernels import Kernels
 from edge.errors import InvalidInput, WeightsError
-from edge.weights.adapter import WEIGHTS_NAME, LowRank, read_adapter
+from edge.weights.adapter import WEIGHTS_NAME, LowRank, adaptable, read_adapter
 from edge.weights.checkpoint import ModelConfig
 
 MAX_LOADED = 64
@@ -51,22 +51,11 @@ class _Part:
 class Adapter:
     """An adapter that fits a model."""
 
-    def __init__(
-        self, name: str, matrices: dict[str, LowRank], config: ModelConfig, device: torch.device, version: int = 0
-    ) -> None:
-        """Check `matrices` against the model's `config`; adapters of one name differ in `version`.
-
-        Raises:
-            WeightsError: the adapter was made for a model of another shape.
-        """
+    def __init__(self, name: str, matrices: dict[str, LowRank], device: torch.device, version: int = 0) -> None:
+        """Hold `matrices`, as `read_adapter` found them for the model; adapters of one name differ in `version`."""
         self.name = name
         self.key = f"{name}\n{version}"
         """Stands for the adapter's values: what was computed with one of another key was computed with another."""
-        shapes = _shapes(config)
-        for key, pair in matrices.items():
-            _, layer, part = key.split(".", 2)
-            if int(layer) >= config.num_layers or (pair.down.shape[1], pair.up.shape[0]) != shapes[part]:
-                raise WeightsError(f"adapter {name!r} was made for another model: its {key} does not fit this one")
         self._parts = {
             key: _Part(pair.down.to(device).contiguous(), pair.up.t().to(device).contiguous())
             for key, pair in matrices.items()
@@ -123,7 +112,7 @@ class AdapterStore:
 
     def _load(self, name: str, version: int) -> Adapter:
         try:
-            return Adapter(name, read_adapter(self._folder / name), self._config, self._device, version)
+            return Adapter(name, read_adapter(self._folder / name, self._config), self._device, version)
         except WeightsError as error:
             message = error.message.replace(f"{self._folder}{os.sep}", "")  # the caller need not know where it lies
             raise InvalidInput(message, param="lora") from error
@@ -150,7 +139,7 @@ class AdapterTable:
 
     def __init__(self, adapters: tuple[Adapter, ...], config: ModelConfig, kernels: Kernels | None) -> None:
         self.adapters = adapters
-        self._widths = {part: shape[1] for part, shape in _shapes(config).items()}
+        self._widths = {part: shape[1] for part, shape in adaptable(config).items()}
         self._kernels = kernels
         self._pointers: dict[tuple[int, str], _Pointers] = {}
         self._touched: dict[tuple[int, str], bool] = {}
@@ -220,18 +209,3 @@ class _Pointers:
         self.down = (ctypes.c_void_p * count)(*(part.down.data_ptr() if part else None for part in parts))
         self.up = (ctypes.c_void_p * count)(*(part.up.data_ptr() if part else None for part in parts))
         self.ranks = (ctypes.c_int32 * count)(*(part.down.shape[0] if part else 0 for part in parts))
-
-
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of what can be adapted."""
-    C, I = config.hidden_size, config.intermediate_size  # noqa: E741 - the letter of the models
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return {
-        "attention.q": (C, heads),
-        "attention.k": (C, kv_heads),
-        "attention.v": (C, kv_heads),
-        "attention.o": (heads, C),
-        "mlp.gate": (C, I),
-        "mlp.up": (C, I),
-        "mlp.down": (I, C),
-    }

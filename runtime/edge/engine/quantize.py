@@ -54,6 +54,8 @@ DIAGONAL_SHARE = 0.3
 """How much of the correlation between channels is not believed, because a short text shows some by chance."""
 BLOCK = 64
 """Columns after which errors are handed on to all later ones at once."""
+INVERSE_BLOCK = 256
+"""Columns of a triangular matrix that are inverted at once."""
 
 _MATRICES = {
     "qkv": ("attention.q", "attention.k", "attention.v"),
@@ -197,8 +199,7 @@ class Errors:
         correlations.diagonal().fill_(1)
         # The upper triangular V with V^T V = moments^-1, from a Cholesky factor of the moments in reverse order.
         upper = torch.linalg.cholesky(correlations.flip(0, 1)).flip(0, 1)
-        identity = torch.eye(len(sizes))
-        self._factor = torch.linalg.solve_triangular(upper, identity, upper=True) / sizes
+        self._factor = _inverse(upper) / sizes
 
     def hand_on(self, weight: Tensor, nearest: Quantized) -> Quantized:
         """`weight` (N, K) on the grid of `nearest`, each column rounded after the errors before it are made up for."""
@@ -220,6 +221,18 @@ class Errors:
                 block[j + 1 :].addr_(self._factor[k, k + 1 : end], errors[j], alpha=-1)
             columns[end:].addmm_(self._factor[start:end, end:].T, errors, alpha=-1)
         return from_codes(codes.T.contiguous(), nearest.scales, nearest.minimums, nearest.bits)
+
+
+def _inverse(upper: Tensor) -> Tensor:
+    """Of an upper triangular matrix (K, K): a solution of the identity that leaves out the half that is zero."""
+    K = len(upper)
+    inverse = torch.zeros_like(upper)
+    for start in range(0, K, INVERSE_BLOCK):
+        end = min(start + INVERSE_BLOCK, K)
+        identity = torch.zeros(end, end - start)
+        identity[start:].fill_diagonal_(1)
+        inverse[:end, start:end] = torch.linalg.solve_triangular(upper[:end, :end], identity, upper=True)
+    return inverse
 
 
 # -- the whole of it ---------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ This module knows nothing about why these chunks, about text or about frames.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from edge.engine.lora import Adapter, AdapterTable, StepAdapters
 from edge.engine.models import load_model
 from edge.engine.models.decoder import Decoder
 from edge.engine.pages import PageAllocator
-from edge.engine.scheduler import Chunk
+from edge.engine.scheduler import Chunk, Sequence
 from edge.engine.step import build_step
 from edge.errors import WeightsError
 from edge.weights.checkpoint import Checkpoint
@@ -68,13 +68,19 @@ class ModelRunner:
         self._tables.clear()
 
     @torch.inference_mode()
-    def run(self, chunks: list[Chunk]) -> Tensor:
+    def run(self, chunks: list[Chunk], paused: Iterable[Sequence] = ()) -> Tensor:
         """Compute `chunks`; their keys and values are in the cache afterwards.
+
+        Args:
+            chunks: what the step computes.
+            paused: sequences that hold pages and are not in the step; the cache keeps what they are going to read.
 
         Returns:
             The logits (R, V), float32: for each chunk that completes its sequence, in the order of `chunks`, those
             after the sequence's last token and after each token of the chunk's draft.
         """
+        for sequence in paused:
+            self.cache.keep(sequence.pages, sequence.num_computed_tokens)
         if self._deterministic and not self.is_row_independent:
             return self._run_one_by_one(chunks)
         return self._forward(chunks)

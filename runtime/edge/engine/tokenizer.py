@@ -16,8 +16,10 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import itemgetter
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -36,7 +38,8 @@ RENDER_TIMEOUT_S = 2.0
 SAMPLE_CHARS = 1 << 14
 """Length of the piece of an oversized prompt that is tokenized to estimate the rest."""
 
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_SPACE = "▁"
 _HEX_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _REPLACEMENT = "\ufffd"
 
@@ -139,7 +142,7 @@ class Tokenizer:
             return b"".join(_BYTES.get(character, character.encode()) for character in text)
         if _HEX_TOKEN.fullmatch(text):
             return bytes([int(text[3:5], 16)])
-        return text.replace("▁", " ").encode()
+        return text.replace(_SPACE, " ").encode()
 
     def to_json(self) -> str:
         """The tokenizer as the text of a tokenizer.json."""
@@ -237,11 +240,28 @@ def _from_json(text: str) -> HfTokenizer:
 
 
 def _from_vocabulary(vocabulary: Vocabulary) -> HfTokenizer:
-    if vocabulary.model != "gpt2":
-        raise WeightsError(f"GGUF tokenizers of type {vocabulary.model!r} are not supported (supported: gpt2)")
-    if vocabulary.pre not in _PRE_TOKENIZERS:
+    if vocabulary.model not in ("gpt2", "llama"):
+        raise WeightsError(f"GGUF tokenizers of type {vocabulary.model!r} are not supported (supported: gpt2, llama)")
+    try:
+        tokenizer = _byte_level(vocabulary) if vocabulary.model == "gpt2" else _sentencepiece(vocabulary)
+    except WeightsError:
+        raise
+    except Exception as error:  # the library raises nothing narrower
+        raise WeightsError(f"the GGUF tokenizer cannot be used: {error}") from error
+    for kinds, add in (
+        ((_CONTROL, _UNKNOWN), tokenizer.add_special_tokens),
+        ((_USER_DEFINED,), tokenizer.add_tokens),
+    ):
+        tokens = [token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind in kinds]
+        add([AddedToken(token, normalized=False) for token in tokens])
+    return tokenizer
+
+
+def _byte_level(vocabulary: Vocabulary) -> HfTokenizer:
+    kind = _BYTE_LEVEL.get(vocabulary.pre)
+    if kind is None:
         raise WeightsError(
-            f"the GGUF pre-tokenizer {vocabulary.pre!r} is not supported (supported: {', '.join(_PRE_TOKENIZERS)})"
+            f"the GGUF pre-tokenizer {vocabulary.pre!r} is not supported (supported: {', '.join(_BYTE_LEVEL)})"
         )
     merges = []
     for merge in vocabulary.merges:
@@ -250,42 +270,103 @@ def _from_vocabulary(vocabulary: Vocabulary) -> HfTokenizer:
             raise WeightsError(f"the GGUF tokenizer has the merge {merge!r}, which is no pair")
         merges.append((left, right))
     ids = {token: number for number, token in enumerate(vocabulary.tokens)}
-    try:
-        tokenizer = HfTokenizer(models.BPE(vocab=ids, merges=merges))
-    except Exception as error:  # the library raises nothing narrower
-        raise WeightsError(f"the GGUF tokenizer cannot be used: {error}") from error
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[vocabulary.pre]()
+    tokenizer = HfTokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=kind.whole_words))
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in kind.patterns]
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if kind.single_digits else []
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not kind.patterns)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, *splits, last])
     tokenizer.decoder = decoders.ByteLevel()
-    if vocabulary.pre == "qwen2":
+    if kind.composes:
         tokenizer.normalizer = normalizers.NFC()
-    for kind, add in ((_CONTROL, tokenizer.add_special_tokens), (_USER_DEFINED, tokenizer.add_tokens)):
-        tokens = [token for token, of in zip(vocabulary.tokens, vocabulary.types, strict=True) if of == kind]
-        add([AddedToken(token, normalized=False) for token in tokens])
     return tokenizer
 
 
-def _by_digits() -> Any:
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+def _sentencepiece(vocabulary: Vocabulary) -> HfTokenizer:
+    """Pairs are merged in the order of the scores of what they give, which is what SentencePiece's BPE does."""
+    tokens, types, scores = vocabulary.tokens, vocabulary.types, vocabulary.scores
+    if len(scores) != len(tokens):
+        raise WeightsError(f"the GGUF tokenizer has {len(tokens)} tokens, but scores of {len(scores)}")
+    ids = {token: number for number, token in enumerate(tokens)}
+    merges = []
+    for token, kind, score in zip(tokens, types, scores, strict=True):
+        if kind != _NORMAL:
+            continue
+        for at in range(1, len(token)):
+            left = token[:at]
+            if left in ids and token[at:] in ids:
+                merges.append((-score, -at, left, token[at:]))
+    # Of pairs that give the same, those with a longer left side go first, as in the tokenizer.json of such models.
+    merges.sort(key=itemgetter(0, 1))
+    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
+    pairs = [(left, right) for *_, left, right in merges]
+    tokenizer = HfTokenizer(models.BPE(vocab=ids, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    marks = normalizers.Replace(" ", _SPACE)
+    spaces = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if vocabulary.add_space_prefix:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), marks])
+        spaces.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.normalizer = marks
+    tokenizer.decoder = decoders.Sequence(spaces)
+    return tokenizer
 
 
-def _by_pattern(pattern: str) -> Callable[[], Any]:
-    def build() -> Any:
-        split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+@dataclass(frozen=True)
+class _ByteLevel:
+    """How a byte-level tokenizer cuts a text into pieces before it merges, as the tokenizer.json of its models says."""
 
-    return build
+    patterns: tuple[str, ...] = ()
+    """Each cuts what those before it left whole; none: GPT-2's own."""
+    single_digits: bool = False
+    whole_words: bool = False
+    """A piece that is a token is that token, whatever merges would make of it."""
+    composes: bool = False
+    """Texts are brought into Unicode's form NFC."""
 
 
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = rf"{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_START = r"[^\r\n\p{L}\p{N}]?"
+_NOT_HAN = r"&&[^\p{Han}]"
 
-# `tokenizer.ggml.pre` to the pre-tokenizer of the tokenizer.json that the file was made from.
-_PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
-    "smollm": _by_digits,
-    "qwen2": _by_pattern(_WORDS % ""),
-    "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
+_LLAMA3 = _ByteLevel(patterns=(_WORDS % "{1,3}",), whole_words=True)
+_GLM4 = _ByteLevel(patterns=(_WORDS % "{1,3}",))
+
+# By `tokenizer.ggml.pre`.
+_BYTE_LEVEL = {
+    "smollm": _ByteLevel(single_digits=True),
+    "qwen2": _ByteLevel(patterns=(_WORDS % "",), composes=True),
+    "gpt-2": _ByteLevel(),
+    "llama-bpe": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama3": _LLAMA3,
+    "chatglm-bpe": _GLM4,
+    "glm4": _GLM4,
+    "deepseek-v3": _ByteLevel(
+        patterns=(
+            r"\p{N}{1,3}",
+            "[一-龥\u3040-ゟ゠-ヿ]+",
+            r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+            rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_REST}",
+        )
+    ),
+    "tekken": _ByteLevel(
+        patterns=(
+            rf"{_START}[{_UPPER}]*[{_LOWER}]+|{_START}[{_UPPER}]+[{_LOWER}]*"
+            rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}",
+        ),
+        whole_words=True,
+    ),
+    "kimi-k2": _ByteLevel(
+        patterns=(
+            rf"[\p{{Han}}]+|{_START}[{_UPPER}{_NOT_HAN}]*[{_LOWER}{_NOT_HAN}]+{_SUFFIX}?"
+            rf"|{_START}[{_UPPER}{_NOT_HAN}]+[{_LOWER}{_NOT_HAN}]*{_SUFFIX}?"
+            rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}",
+        ),
+        whole_words=True,
+    ),
 }
 
 

@@ -68,13 +68,19 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
-    """A tokenizer as a GGUF file stores it. `types` are ggml's: 1 normal, 3 control, 4 user defined, 6 byte."""
+    """A tokenizer as a GGUF file stores it. `types` are ggml's: 1 normal, 2 unknown, 3 control, 4 user defined, 6 byte.
+
+    `merges` are of byte-level tokenizers (`gpt2`), `scores` of those from SentencePiece (`llama`).
+    """
 
     model: str
     pre: str
     tokens: list[str]
     types: list[int]
     merges: list[str]
+    scores: list[float] = []
+    add_space_prefix: bool = True
+    """Whether a text, and what follows a special token, is read as if it started with a space; SentencePiece only."""
 
 
 class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,6 +47,11 @@ _END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end
 """Control tokens that end a text in the families that have them: GGUF names one EOS, chat models use several."""
 
 
+def _starts_with_bos(vocabulary: Vocabulary) -> bool:
+    """What holds for files that do not say so."""
+    return vocabulary.model == "llama" or vocabulary.pre in ("llama-bpe", "llama-v3", "llama3")
+
+
 class GgufCheckpoint:
     """`edge.weights.checkpoint.Checkpoint` over one GGUF file."""
 
@@ -99,6 +104,8 @@ class GgufCheckpoint:
             tokens=tokens,
             types=types,
             merges=self._list("tokenizer.ggml.merges", str, []),
+            scores=self._list("tokenizer.ggml.scores", float, []),
+            add_space_prefix=self._get("tokenizer.ggml.add_space_prefix", bool, True),
         )
         ids = {name: self._token_id(name, len(tokens)) for name in ("bos", "eos", "eot", "eom")}
         ends = {ids[name] for name in ("eos", "eot", "eom")}
@@ -108,7 +115,7 @@ class GgufCheckpoint:
             chat_template=self._get("tokenizer.chat_template", str, "") or None,
             bos_token="" if ids["bos"] is None else tokens[ids["bos"]],
             eos_token="" if ids["eos"] is None else tokens[ids["eos"]],
-            add_bos=self._get("tokenizer.ggml.add_bos_token", bool, False),
+            add_bos=self._get("tokenizer.ggml.add_bos_token", bool, _starts_with_bos(vocabulary)),
             eos_ids=frozenset(i for i in ends if i is not None),
         )
 
