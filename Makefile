@@ -12,6 +12,8 @@
 PYTHON ?=
 PORT ?=
 PYTEST_ARGS ?=
+# Tests run on all cores, the tests of a file on one: they share engines, zygotes and servers. Few files at the end are long.
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -36,10 +38,10 @@ dev: $(INSTALLED) $(MODEL)
 	@exec $(BIN)/edge dev $(if $(PORT),--port $(PORT))
 
 test: lint $(MODEL)
-	$(OFFLINE) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(OFFLINE) $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 check: lint $(MODEL)
-	$(OFFLINE) $(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+	$(OFFLINE) $(BIN)/python -m pytest $(PARALLEL) -m 'not slow' $(PYTEST_ARGS)
 
 lint: $(TESTABLE)
 	$(BIN)/ruff format --check .

@@ -16,12 +16,13 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 from helpers import EDGE
 from hypothesis import settings
+from zygotes import end_shared_spawners
 
 from edge.weights.manifest import DEFAULT_NAME
 from edge.weights.store import ModelStore
@@ -69,6 +70,13 @@ def state_dir(shared_models: Path, tmp_path: Path) -> Path:
     state = tmp_path / "state"
     shutil.copytree(shared_models, state / "models", copy_function=os.link)
     return state
+
+
+@pytest.fixture(scope="module")
+async def shared_zygotes() -> AsyncIterator[None]:
+    """Ends the zygotes that the tests of a module have shared; see `zygotes`."""
+    yield
+    await end_shared_spawners()
 
 
 class EdgeDev:

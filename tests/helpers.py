@@ -1,11 +1,15 @@
-"""What tests of several packages need in one form: the command `edge`, event streams, whether a process lives."""
+"""What tests of several packages need in one form: the command `edge`, event streams, waiting."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from hypothesis import settings
 
 EDGE = [sys.executable, "-c", "from edge.cli import main; main()"]
 """The command `edge` of the interpreter that runs the tests, whatever is on the path."""
@@ -21,6 +25,11 @@ def sse_events(body: str | bytes) -> list[Any]:
     return [each if each == "[DONE]" else json.loads(each) for each in data]
 
 
+def num_examples(number: int) -> int:
+    """How many examples a property is tried on that needs `number`: all of them, or the quick subset's share."""
+    return max(5, number * settings().max_examples // 100)
+
+
 def is_alive(pid: int) -> bool:
     """Whether the process exists and is no zombie."""
     try:
@@ -28,3 +37,12 @@ def is_alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
+
+
+def wait_for(condition: Callable[[], Any], limit_s: float = 120) -> Any:
+    """What `condition` gives, once that is true; it fails after `limit_s`."""
+    end = time.monotonic() + limit_s
+    while not (value := condition()):
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.05)
+    return value

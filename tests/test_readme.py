@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from edge.config import load
+from edge.config.file import load
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -60,8 +60,8 @@ def test_both_forms_of_the_configuration_say_the_same(tmp_path: Path) -> None:
 def test_the_commands_work_on_the_demo(edge_dev: EdgeDev, state_dir: Path) -> None:
     url, server = edge_dev(ROOT, "--state-dir", str(state_dir))
     welcome = next(block for block in blocks("text") if "Ready on" in block)
-    for line in welcome.replace("http://localhost:8787", url).splitlines():
-        assert line in server.output.splitlines()
+    shown = welcome.replace("http://localhost:8787", url).splitlines()
+    assert [line for line in server.output.splitlines() if line in shown] == shown
 
     asking, calling, looking = (run(block, url, state_dir) for block in blocks("bash"))
     assert asking.startswith("The capital of France is Paris.\n")

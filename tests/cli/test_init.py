@@ -9,7 +9,8 @@ from click.testing import CliRunner, Result
 
 from edge.cli import cli
 from edge.cli.init import FILES
-from edge.config import AiConfig, load
+from edge.config import AiConfig
+from edge.config.file import load
 
 
 def init(*arguments: str) -> Result:
@@ -58,6 +59,7 @@ def test_the_next_steps_work_as_they_are_written(tmp_path: Path, monkeypatch: py
     assert next_steps(monkeypatch, "bare", environment)[3:] == ["python -m pip install pytest", test]
 
 
+@pytest.mark.slow
 def test_its_test_passes_and_notices_a_change(tmp_path: Path) -> None:
     init("my-worker", "--dir", "somewhere")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]

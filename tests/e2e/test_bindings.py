@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from helpers import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -124,14 +124,6 @@ def folder(tmp_path: Path) -> Path:
 
 def write_front(folder: Path, greeting: str) -> None:
     (folder / "front" / "src" / "worker.py").write_text(FRONT.replace("GREETING", greeting))
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + HANG_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
-    return value
 
 
 def seen(client: httpx.Client, name: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers import wait_for
 from local_wheels import make_wheel
 
 pytestmark = pytest.mark.slow
@@ -63,6 +64,34 @@ def write_config(folder: Path, api: str, allow: str) -> None:
         f'[vars]\nPLAIN = "plain"\nSECRET = "hidden"\nAPI = "http://{api}/"\n[egress]\nallow = {allow}\n'
     )
     (folder / "wrangler.toml").write_text(text)
+
+
+def test_packages_that_cannot_be_had_now(edge_dev: Callable[..., Any], project: Path, tmp_path: Path) -> None:
+    """The old version goes on serving; the first save after the package can be had brings up the new one."""
+    worker = project / "src" / "entry.py"
+    (project / "wrangler.toml").write_text('name = "x"\nmain = "src/entry.py"\n[vars]\nPLAIN = ""\n')
+    (project / "pyproject.toml").write_text('[project]\nname = "x"\ndependencies = ["greeting>=2"]\n')
+    worker.write_text(WORKER.replace("import requests\n", ""))
+    url, server = edge_dev(project)
+    lines = server.output.splitlines()
+    failed = next(index for index, line in enumerate(lines) if line.startswith("src/entry.py could not be started"))
+    assert lines[failed].endswith("could not be started; it is not served. The next save tries again.")
+    assert f"the packages in {project / 'pyproject.toml'} could not be installed: PIP_NO_INDEX" in lines[failed + 1]
+    banner = "Worker    x  (src/entry.py, reloads on save; NOT SERVED: what is wrong is said above)"
+    assert lines.index(banner) > failed
+    assert not [line for line in lines if line.startswith(("Models", "REST", "OpenAI"))]
+
+    make_wheel(tmp_path / "wheels", "greeting", "2.0")
+    worker.write_text(worker.read_text() + "\n")
+    wait_for(lambda: "Reloaded in" in server.output)
+    assert httpx.get(url).text.startswith("2.0 ")
+
+    (project / "pyproject.toml").write_text('[project]\nname = "x"\ndependencies = ["greeting>=3"]\n')
+    wait_for(lambda: "; the version before it goes on serving. The next save tries again." in server.output)
+    assert httpx.get(url).text.startswith("2.0 ")
+    make_wheel(tmp_path / "wheels", "greeting", "3.0")
+    worker.write_text(worker.read_text() + "\n")
+    wait_for(lambda: httpx.get(url).text.startswith("3.0 "))
 
 
 def test_packages_secrets_and_requests(edge_dev: Callable[..., Any], project: Path, api: str) -> None:

@@ -7,14 +7,13 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from helpers import EDGE, is_alive, sse_events
+from helpers import EDGE, is_alive, sse_events, wait_for
 
 from edge.weights.manifest import DEFAULT_NAME as MODEL
 from edge.weights.manifest import DEFAULT_SPEC
@@ -91,14 +90,6 @@ def edge(*arguments: str) -> Any:
     """What `edge ... --json` prints."""
     command = [*EDGE, *arguments, "--json"]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=HANG_S).stdout)
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + HANG_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
-    return value
 
 
 def engine_pid(client: httpx.Client) -> int | None:

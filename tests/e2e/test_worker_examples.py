@@ -17,7 +17,7 @@ import pytest
 import tiny_models
 from helpers import EDGE
 
-import edge.config
+import edge.config.file
 from edge.billing.ledger import FILE_NAME, latest_records
 from edge.isolates.sandbox.layers import names_of
 from edge.node.app import Node
@@ -38,7 +38,7 @@ async def example(tmp_path: Path) -> AsyncIterator[Example]:
             for name, text in {"edge.toml": config, **files}.items():
                 (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
                 (tmp_path / name).write_text(text)
-            loaded = edge.config.load(tmp_path / "edge.toml", tmp_path)
+            loaded = edge.config.file.load(tmp_path / "edge.toml", tmp_path)
             options = {"tokens": {}, "show_tracebacks": True, "say": print, "access_log": lambda access: None}
             node = await stack.enter_async_context(Node(loaded, local_triggers=True, **options))
             await node.deploy(loaded)

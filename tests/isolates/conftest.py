@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from helpers import is_alive
+from zygotes import shared_spawner
 
 from edge.config import EgressConfig, IsolatesConfig, LimitsConfig
 from edge.isolates.base import Binding, InboundEvent, InvocationUsage, WorkerKey
@@ -49,12 +50,19 @@ class Harness:
 
     Args:
         isolates: as `[isolates]`; limits: as `[limits]`, besides `timeout_s`.
+        is_alone: whether it has a zygote of its own, as a node has.
     """
 
     key: WorkerKey = ("dev", "test")
 
     def __init__(
-        self, root: Path, timeout_s: float = 20.0, *, isolates: IsolatesConfig | None = None, **limits: Any
+        self,
+        root: Path,
+        timeout_s: float = 20.0,
+        *,
+        isolates: IsolatesConfig | None = None,
+        is_alone: bool = False,
+        **limits: Any,
     ) -> None:
         self.root = root
         self.logs: list[tuple[int, str, str]] = []
@@ -63,7 +71,11 @@ class Harness:
         self.bindings = ScriptedBindings()
         self.egress = EgressConfig()
         self.isolates = Isolates(
-            self.bindings, self._on_log, isolates or IsolatesConfig(), on_invocation=self.usage.append
+            self.bindings,
+            self._on_log,
+            isolates or IsolatesConfig(),
+            on_invocation=self.usage.append,
+            spawner=None if is_alone else shared_spawner(isolates),
         )
 
     @property
@@ -142,11 +154,25 @@ class Harness:
         self.logs.append((invocation, level, text))
 
 
+@pytest.fixture(autouse=True)
+def _zygotes(shared_zygotes: None) -> None:
+    """Each module has its zygotes."""
+
+
 @pytest.fixture
 async def worker(tmp_path: Path):
     """A harness; afterwards no process may be left."""
     async with running(tmp_path) as harness:
         yield harness
+
+
+@pytest.fixture
+async def alone(tmp_path: Path):
+    """The same with a zygote of its own."""
+    async with running(tmp_path, is_alone=True) as harness:
+        zygote = harness.isolates.zygote_pid
+        yield harness
+    assert not is_alive(zygote)
 
 
 @pytest.fixture
@@ -168,13 +194,13 @@ async def running(root: Path, timeout_s: float = 20.0, **options: Any):
     """A harness that runs; `options` as of `Harness`."""
     harness = Harness(root, timeout_s, **options)
     await harness.isolates.start()
-    pids = {harness.isolates.zygote_pid}
+    pids = []
     try:
         yield harness
-        pids |= {harness.isolates.zygote_pid, *harness.pids}
+        pids = harness.pids
     finally:
         await harness.isolates.close()
-        await until(lambda: not any(is_alive(pid) for pid in pids if pid))
+        await until(lambda: not any(map(is_alive, pids)))
 
 
 async def until(condition: Any) -> None:

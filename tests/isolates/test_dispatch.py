@@ -96,25 +96,25 @@ async def test_many_requests_after_a_death_share_one_new_process(worker):
     assert len(set(await asyncio.gather(*(worker.get() for _ in range(10))))) == 1
 
 
-async def test_close_ends_requests_in_flight(worker):
-    await worker.deploy("async def fetch(self, request):\n    print('in')\n    await asyncio.sleep(60)")
-    request = asyncio.create_task(worker.get())
-    await worker.log_text("in")
-    zygote = worker.isolates.zygote_pid
-    await worker.isolates.close()
+async def test_close_ends_requests_in_flight(alone):
+    await alone.deploy("async def fetch(self, request):\n    print('in')\n    await asyncio.sleep(60)")
+    request = asyncio.create_task(alone.get())
+    await alone.log_text("in")
+    zygote = alone.isolates.zygote_pid
+    await alone.isolates.close()
     with pytest.raises(IsolateLost, match="the node is stopping"):
         await request
     with pytest.raises(IsolateLost, match="the node is stopping"):
-        await worker.get()
+        await alone.get()
     assert not is_alive(zygote)
 
 
-async def test_close_kills_a_wedged_process(worker):
-    await worker.deploy("def fetch(self):\n    print('in')\n    while True: pass")
-    request = asyncio.create_task(worker.get())
-    await worker.log_text("in")
-    pid = worker.pid
-    await worker.isolates.close()
+async def test_close_kills_a_wedged_process(alone):
+    await alone.deploy("def fetch(self):\n    print('in')\n    while True: pass")
+    request = asyncio.create_task(alone.get())
+    await alone.log_text("in")
+    pid = alone.pid
+    await alone.isolates.close()
     with pytest.raises(IsolateLost):
         await request
     assert not is_alive(pid)

@@ -236,7 +236,10 @@ async def test_a_service_binding(worker, code, result):
     [
         ("return await self.env.SVC.fail()", "BindingError: own message"),
         ("return await self.env.SVC.missing()", "BindingError: Method missing does not exist"),
-        ("return await self.env.SVC.add((1, 2))", "TypeError: tuple cannot be sent over RPC"),
+        (
+            "return await self.env.SVC.add((1, 2))",
+            "TypeError: argument 1 of env.SVC.add(): tuple cannot be sent over RPC",
+        ),
         ("return await self.env.SVC.fetch('/relative')", "TypeError: Invalid URL"),
         ("return self.env.SVC._private", "AttributeError: service binding SVC has no attribute '_private'"),
     ],

@@ -1,5 +1,7 @@
 """A pool of one engine process on this machine: starts it, watches it, and starts it again when it dies.
 
+Without a model there is no engine: the first one that is installed starts it.
+
 The process is `python -m edge.engine` at the other end of a socket pair. It ends when the socket closes and when
 this process dies, so that nothing is left running whatever happens here. When the engine dies, calls in flight
 fail with `EngineLost`, and calls made meanwhile wait for the new one.
@@ -118,12 +120,14 @@ class LocalPool:
         self._is_closed = False
         self._num_starts = 0
         self._next_start = 0.0  # on the monotonic clock
+        self._ended: float | None = None
+        """When the engine ended whose place no other has taken yet, on the monotonic clock."""
         self._num_failed_starts = 0
         self._num_waiting = 0
         self._next_id = 0
 
     async def start(self) -> None:
-        """Start the engine in the background and have it load all models; returns at once."""
+        """Start the engine in the background, once there is a model, and have it load all; returns at once."""
         assert self._supervisor is None, "a pool is started once"
         self._supervisor = asyncio.create_task(self._supervise())
 
@@ -135,10 +139,13 @@ class LocalPool:
         if self._engine is not None and self._engine.ready is not None:
             self._engine.unload(removed)
             self._engine.load(added, self._config)
+        self._notify()
 
     async def close(self) -> None:
         """Stop the engine; calls in flight fail. Returns when the process is gone."""
         self._is_closed = True
+        if self._engine is not None and self._engine.ready is None:
+            self._engine.kill("was not ready when the node shut down")  # it would notice once torch is imported
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
@@ -182,8 +189,9 @@ class LocalPool:
         """What the engine and its models are doing, for `/healthz`: values that JSON has."""
         engine, ready = self._engine, None if self._engine is None else self._engine.ready
         waiting: dict[str, Any] = {"state": "waiting"}
+        without_engine = "starting" if self._models else "no models"
         return {
-            "state": "starting" if ready is None else "ready",
+            "state": without_engine if ready is None else "ready",
             "pid": None if engine is None else engine.pid,
             "device": self._config.device,
             "num_threads": None if ready is None else ready.num_threads,
@@ -198,8 +206,6 @@ class LocalPool:
 
     async def _ready(self, model: str) -> _Engine:
         """The engine, once `model` is loaded in it."""
-        if model not in self._models:
-            raise UnknownModel(f"model {model!r} is not installed; `edge models list` shows those that are")
         if self._num_waiting >= self._config.max_waiting:
             raise OutOfCapacity(
                 f"{self._num_waiting} calls are waiting for the engine to start; try again later", retry_after_s=5
@@ -223,6 +229,8 @@ class LocalPool:
     def _engine_with(self, model: str) -> _Engine | None:
         if self._is_closed or self._supervisor is None or self._supervisor.done():
             raise EngineLost(_SHUTTING_DOWN)
+        if model not in self._models:  # or not any more
+            raise UnknownModel(f"model {model!r} is not installed; `edge models list` shows those that are")
         if self._engine is None and self._num_failed_starts >= MAX_FAILED_STARTS:
             pause_s = math.ceil(max(1.0, self._next_start - time.monotonic()))
             raise _lost(f"{self._last_failure} in {self._num_failed_starts} starts in a row", retry_after_s=pause_s)
@@ -238,16 +246,20 @@ class LocalPool:
     # -- supervision ---------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        """Keep one engine running until cancelled."""
+        """Keep one engine running, once there is a model, until cancelled."""
         num_failed = 0
         try:
             while True:
+                while not self._models:
+                    await self._changed.wait()
                 started = time.monotonic()
                 self._num_starts += 1
                 self._last_failure = await self._run_engine()
-                num_failed = 1 if time.monotonic() - started >= STABLE_S else num_failed + 1
+                ended = time.monotonic()
+                self._ended = self._ended or ended
+                num_failed = 1 if ended - started >= STABLE_S else num_failed + 1
                 pause_s = BACKOFF_S[min(num_failed, len(BACKOFF_S)) - 1]
-                self._next_start = time.monotonic() + pause_s
+                self._next_start = ended + pause_s
                 _log.warning("the engine process %s; starting a new one in %g s", self._last_failure, pause_s)
                 await asyncio.sleep(pause_s)
         finally:
@@ -313,12 +325,15 @@ class LocalPool:
                 engine.loading.discard(frame.model)
                 if isinstance(frame, ModelFailed):
                     _log.error("model %s cannot be loaded: %s", frame.model, frame.message)
+                if self._ended is not None and not engine.loading:  # as loud as the news of the end
+                    _log.warning("the new engine process is ready, after %.1f s", time.monotonic() - self._ended)
+                    self._ended = None
                 self._notify()
             case Pong():
                 engine.pong = frame
 
     def _notify(self) -> None:
-        """Wake everybody who waits for the engine."""
+        """Wake everybody who waits for the engine, and the supervisor where it waits for a model."""
         self._changed.set()
         self._changed = asyncio.Event()
 
