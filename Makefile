@@ -12,8 +12,10 @@
 PYTHON ?=
 PORT ?=
 PYTEST_ARGS ?=
-# Tests run on all cores, the tests of a file on one: they share engines, zygotes and servers. Few files at the end are long.
-PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Tests run on all cores, and one more process than those, since many only wait. The tests of a file stay together: they
+# share engines, zygotes and servers.
+WORKERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores + 1 : 4)))
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed

@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def kv_sizes(file: Path, num_tokens: int) -> dict[str, float]:
     }
 
 
-def kv_fidelity(name: str, file: Path) -> list[Row]:
+def kv_fidelity(name: str, file: Path) -> Iterator[Row]:
     """The KV formats against bfloat16 KV, with weights and activations in float32.
 
     As models are served, activations are rounded to codes, and whatever moves them a little moves some to the next
@@ -58,24 +59,24 @@ def kv_fidelity(name: str, file: Path) -> list[Row]:
     """
     metric = f"KL to bfloat16 KV, mean, float32 weights, {name}"
     if not file.exists():
-        return [missing(f"{metric}, {kv}", "nats", _not_installed(file)) for kv in ("int8", "int4")]
+        yield from [missing(f"{metric}, {kv}", "nats", _not_installed(file)) for kv in ("int8", "int4")]
+        return
     model, texts = _model(file, ModelOptions(weights="float32")), _texts(file)
     num_tokens = max(map(len, texts))
     reference = Subject(model, make_cache(model.config, num_tokens, "bfloat16", torch.device("cpu")))
-    rows = []
     for kv, target in (("float32", None), ("int8", Target("<=", 2e-3))):
         candidate = Subject(model, make_cache(model.config, num_tokens, kv, torch.device("cpu")))
-        rows.append(_kl_row(f"{metric}, {kv}", compare(reference, candidate, texts), target))
+        yield _kl_row(f"{metric}, {kv}", compare(reference, candidate, texts), target)
     for variant, options in INT4_VARIANTS.items():
         int4 = Subject(model, make_cache(model.config, num_tokens, "int4", torch.device("cpu"), options))
-        rows.append(_kl_row(f"{metric}, int4{variant}", compare(reference, int4, texts), None))
-    return rows
+        yield _kl_row(f"{metric}, int4{variant}", compare(reference, int4, texts), None)
 
 
-def weight_fidelity(name: str, file: Path) -> list[Row]:
+def weight_fidelity(name: str, file: Path) -> Iterator[Row]:
     """Weights as they are served, and those of the quantizer, against the file's own values in float32."""
     if not file.exists():
-        return [missing(f"{name}: {kind} weights", "", _not_installed(file)) for kind in RECIPES]
+        yield from [missing(f"{name}: {kind} weights", "", _not_installed(file)) for kind in RECIPES]
+        return
     texts = _texts(file)
     num_tokens = max(map(len, texts))
     reference, served = (
@@ -83,17 +84,16 @@ def weight_fidelity(name: str, file: Path) -> list[Row]:
         for model in (_model(file, ModelOptions(weights=weights)) for weights in ("float32", "auto"))
     )
     metric = f"{name}: mean KL of the file's own weights on our kernels"
-    rows = [_kl_row(metric, compare(reference, served, texts), Target("<=", 2e-3))]
+    yield _kl_row(metric, compare(reference, served, texts), Target("<=", 2e-3))
     for kind, recipe in RECIPES.items():
         report = _quantize(file, recipe)
         if isinstance(report, str):
-            rows.append(missing(f"{name}: {kind} weights of the quantizer", "", report))
+            yield missing(f"{name}: {kind} weights of the quantizer", "", report)
         elif kind == "int8":
-            rows.append(_kl_row(f"{name}: mean KL of int8 weights, by row", report, Target("<=", 2e-3)))
+            yield _kl_row(f"{name}: mean KL of int8 weights, by row", report, Target("<=", 2e-3))
         else:
             metric = f"{name}: top-1 agreement of int4 weights, groups of {recipe.group}"
-            rows.append(measured(metric, 100 * report.top1, "%", target=Target(">=", 95, "%"), note=_note(report)))
-    return rows
+            yield measured(metric, 100 * report.top1, "%", target=Target(">=", 95, "%"), note=_note(report))
 
 
 def _quantize(file: Path, recipe: Recipe) -> Report | str:

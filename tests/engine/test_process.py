@@ -177,6 +177,7 @@ def test_what_is_refused_harms_nobody(engine: Engine, folder: Path, tmp_path: Pa
     assert engine.process.poll() is None
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_tokenized_beside_the_answers_of_others(start: Callable[..., Engine], folder: Path) -> None:
     engine = start()
     engine.load(folder)
@@ -185,6 +186,7 @@ def test_a_long_prompt_is_tokenized_beside_the_answers_of_others(start: Callable
     assert isinstance(engine.answer(2)[-1], Done)
 
 
+@pytest.mark.slow
 def test_plain_prompts_do_not_wait_for_a_flood_of_schemas(start: Callable[..., Engine], folder: Path) -> None:
     engine = start()
     engine.load(folder)
@@ -292,6 +294,7 @@ def test_a_model_answers_while_kernels_compile_and_changes_over(
     assert loaded.weights == "int8"
 
 
+@pytest.mark.slow
 def test_without_a_working_compiler_models_run_on_torch(
     start: Callable[..., Engine], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

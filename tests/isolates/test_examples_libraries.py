@@ -34,6 +34,7 @@ async def test_pillow_draws_an_image(worker) -> None:
     assert min(picture.convert("L").tobytes()) < 100, "something is drawn"
 
 
+@pytest.mark.slow
 async def test_langchain_chats_through_the_binding(worker) -> None:
     pytest.importorskip("langchain_cloudflare")
     calls = []

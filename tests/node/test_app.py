@@ -87,6 +87,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_tiny")
 async def test_a_call_has_the_price_of_the_operator_s_own_book(config: Config) -> None:
     async with running(config, []) as client:
@@ -107,6 +108,7 @@ async def test_a_price_book_that_is_not_exact_is_refused_at_start(config: Config
         Node(config, tokens={}, show_tracebacks=True, say=print, access_log=lambda *_: None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_tiny")
 async def test_stand_ins_are_taken_over_while_it_runs(config: Config) -> None:
     accesses: list[Access] = []

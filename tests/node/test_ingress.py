@@ -342,7 +342,7 @@ async def test_a_head_that_is_refused_stops_the_handler(site: Site) -> None:
 
 async def test_what_still_runs_at_the_end_is_answered(tmp_path: Path) -> None:
     async with served(tmp_path, show_tracebacks=True) as site:
-        running = asyncio.create_task(exchange(site, b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n", b"\0"))
+        running = asyncio.create_task(exchange(site, b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n", b"\r\n\r\n"))
         await site.wait_printed("slow began")
         await site.isolates.close()
         assert (await running).startswith(b"HTTP/1.1 50")

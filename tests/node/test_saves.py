@@ -56,6 +56,7 @@ def replace(file: Path) -> None:
     os.replace(file.parent / "new.tmp", file)
 
 
+@pytest.mark.slow
 async def test_every_save_is_noticed_however_it_is_written(watched: Saves) -> None:
     for _ in range(3):
         await watched.are_noticed(lambda: replace(watched.config))

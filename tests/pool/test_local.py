@@ -95,6 +95,7 @@ async def test_calls_made_before_the_engine_is_ready_are_served(folder: Path) ->
         await collect(pool, tiny_models.request())
 
 
+@pytest.mark.slow
 async def test_credit_is_returned_as_deltas_are_read(pool: LocalPool) -> None:
     whole = await collect(pool, tiny_models.request(max_tokens=100))
     for credit in (0, 1, 3):
@@ -173,6 +174,7 @@ async def test_an_engine_that_is_not_ready_does_not_hold_up_the_end(folder: Path
     assert not is_alive(pid)
 
 
+@pytest.mark.slow
 async def test_closing_the_generator_cancels_the_work(folder: Path) -> None:
     async with running({"tiny": folder}, ping_interval_s=0.3) as pool:
         frames = pool.generate(tiny_models.request(max_tokens=400, credit=1000))
@@ -251,6 +253,7 @@ async def test_a_killed_engine_fails_its_calls_and_the_next_ones_work(
     assert re.fullmatch(r"the new engine process is ready, after \d+\.\d s", recovery)
 
 
+@pytest.mark.slow
 async def test_a_call_that_a_dead_engine_had_not_accepted_goes_to_the_next_one(pool: LocalPool) -> None:
     expected, num_restarts = text(await collect(pool, tiny_models.request())), pool.status()["num_restarts"]
     os.kill(pool.status()["pid"], signal.SIGKILL)
@@ -258,6 +261,7 @@ async def test_a_call_that_a_dead_engine_had_not_accepted_goes_to_the_next_one(p
     assert pool.status()["num_restarts"] == num_restarts + 1
 
 
+@pytest.mark.slow
 async def test_what_waits_for_a_hanging_engine_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running({"tiny": folder}, EngineConfig(num_threads=1, max_waiting=3)) as pool:
         await collect(pool, tiny_models.request())
@@ -308,6 +312,7 @@ async def test_the_engine_does_not_get_the_signals_of_the_terminal_or_a_service_
     assert pool.status()["pid"] == pid
 
 
+@pytest.mark.slow
 async def test_an_engine_that_finds_no_file_descriptors_is_started_later(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,6 +383,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 async def test_nothing_is_left_when_the_node_is_killed(folder: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(tiny_models.__file__).parent)}
     node = await asyncio.create_subprocess_exec(

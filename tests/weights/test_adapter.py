@@ -183,6 +183,7 @@ def test_what_a_call_would_refuse_is_not_installed(model: Path, tmp_path: Path) 
     assert len(installed) == 3 * 7
 
 
+@pytest.mark.slow
 def test_an_adapter_of_another_model_is_not_installed(model: Path, tmp_path: Path) -> None:
     store = ModelStore(tmp_path / "models")
     store.add(str(tiny_models.save_folder(tmp_path / "narrow", num_hidden_layers=2)), "narrow")

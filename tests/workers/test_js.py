@@ -33,6 +33,7 @@ def test_json_goes_through_javascript_and_back(value) -> None:
     assert json.loads(js.JSON.stringify(wrap(value))) == value
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(), JSON_VALUES))
 def test_converted_dicts_are_still_what_they_were(value) -> None:
     as_object = ffi.to_js(value, dict_converter=js.Object.fromEntries)
