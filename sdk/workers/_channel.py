@@ -29,6 +29,9 @@ from workers._wire import (
 )
 
 HIGH_WATER_BYTES = 1 << 20
+MAX_HELD_FRAMES = 8
+"""Frames in one write. Fewer writes wake the peer up less often; but it has to begin with the first frames while the
+others are made, or both take turns and leave a core idle."""
 MAX_REASON = 64 << 10
 """Characters of a peer's reason for breaking off a body."""
 _INT = struct.Struct("i")
@@ -145,6 +148,7 @@ class Channel(asyncio.Protocol):
         """Whether what is sent waits for more, and somebody will write all of it."""
         self._held: list[bytes] = []
         self._num_held_bytes = 0
+        self._num_held_frames = 0
         self._transport: asyncio.Transport
         self.lost = False
 
@@ -204,8 +208,9 @@ class Channel(asyncio.Protocol):
             self._loop.call_soon(self._write_held)
         self._held.append(data)
         self._num_held_bytes += len(data)
-        if self._num_held_bytes > HIGH_WATER_BYTES:
-            self._write_held()
+        self._num_held_frames += len(frames)
+        if self._num_held_frames >= MAX_HELD_FRAMES or self._num_held_bytes > HIGH_WATER_BYTES:
+            self._flush()
 
     async def send_body(self, id: int, body: AsyncIterable[bytes]) -> None:
         """Send `body` and its end, no faster than the reader reads. Errors of `body` are the caller's to report.
@@ -294,11 +299,14 @@ class Channel(asyncio.Protocol):
 
     def _write_held(self) -> None:
         self._is_holding = False
+        self._flush()
+
+    def _flush(self) -> None:
         if self._held:
             if not self.lost:
                 self._transport.write(b"".join(self._held))
             self._held.clear()
-            self._num_held_bytes = 0
+            self._num_held_bytes = self._num_held_frames = 0
 
     def _dispatch(self, frame: Any) -> None:
         kind = type(frame)

@@ -16,7 +16,7 @@ from typing import Any
 
 from workers import _run_sync, _runtime, _shim_path, _transports
 from workers._calls import Calls
-from workers._channel import Channel
+from workers._channel import MAX_HELD_FRAMES, Channel
 from workers._cpu import MeteredLoop
 from workers._invocation import EventInvocation, FetchInvocation, Invocation
 from workers._load import Worker, load
@@ -131,6 +131,8 @@ class Isolate:
                 return
             self.loop.call_soon(self._send_last, context=self._context)
         self._last.append((invocation, last))
+        if len(self._last) >= MAX_HELD_FRAMES:
+            self._send_last()
 
     def send_answer(self, invocation: int, frames: list[Frame]) -> None:
         """Send (a part of) the answer of `invocation`, or that it cannot be sent."""

@@ -8,8 +8,8 @@ import socket
 
 import pytest
 
-from workers._channel import BodyAborted, Channel
-from workers._wire import WINDOW_BYTES, Abort, Cancel, Chunk, Credit, End, FrameError, Log, ToIsolate, ToNode
+from workers._channel import MAX_HELD_FRAMES, BodyAborted, Channel
+from workers._wire import WINDOW_BYTES, Abort, Cancel, Chunk, Credit, End, FrameError, Log, Result, ToIsolate, ToNode
 
 
 class Peer:
@@ -231,7 +231,10 @@ async def test_what_is_held_goes_out_before_the_end():
 async def test_not_much_is_held():
     async with pair(gathers=True) as (node, _isolate):
         writes = CountedWrites(node.channel)
-        for _ in range(40):
-            node.channel.send(Chunk(1, bytes(60_000)))
-        assert writes.num == 2
+        for _ in range(5 * MAX_HELD_FRAMES):
+            node.channel.send(Chunk(1, b"x"))
+        assert writes.num == 5
+        for _ in range(2):
+            node.channel.send(Result(1, "x" * 600_000))
+        assert writes.num == 6
         node.channel.fail(ConnectionResetError("enough"))
