@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from workers.streams import ReadableStream
-from workers.values import JsBytes, buffer_bytes
+from workers.values import JsBytes, JsClass, buffer_bytes
 
 Bytes = bytes  # inside the class below, `bytes` is a method
 
@@ -33,6 +33,8 @@ class Blob:
         TypeError: a part of another type.
         ValueError: another value for `endings`.
     """
+
+    constructor = JsClass("Blob")
 
     content_type: str
     _data: Bytes
@@ -94,6 +96,8 @@ class File(Blob):
     A single File as `parts` gives its name and time on, unless others are given. Raises as Blob does, and TypeError
     without a name.
     """
+
+    constructor = JsClass("File")
 
     name: str
     last_modified: int

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from workers.blob import Blob, File
+from workers.values import JsClass
 
 FormDataValue = str | File
 
@@ -31,6 +32,8 @@ class FormData(MutableMapping[str, Any]):
     As a mapping, `form[name]` is the first value (None if there is none), and assigning replaces all of that name.
     Iteration goes over every field. Raises TypeError for a value of another type.
     """
+
+    constructor = JsClass("FormData")
 
     def __init__(self, fields: Mapping[str, Any] | None = None) -> None:
         self._fields: list[tuple[str, FormDataValue]] = []

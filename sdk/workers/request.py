@@ -11,7 +11,7 @@ from typing import Any
 from workers._body import Body, Content, to_body
 from workers._headers import add_header, header_pairs, is_token, merge_headers, parse_headers
 from workers._urls import normalise
-from workers.values import JsDict, wrap
+from workers.values import JsClass, JsDict, wrap
 
 _REDIRECTS = ("follow", "manual", "error")
 _METHODS: dict[str, HTTPMethod] = {method.value: method for method in HTTPMethod}
@@ -33,6 +33,8 @@ class Request(Body):
         ValueError: an illegal header, method or `redirect`.
         OSError: the body of the other request was used already.
     """
+
+    constructor = JsClass("Request")
 
     cache = "default"
     credentials = "same-origin"

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from workers._body import Body, Content, to_body
 from workers._headers import add_header, as_message, header_pairs, merge_headers, parse_pairs
 from workers._urls import normalise
+from workers.values import JsClass
 
 NULL_BODY_STATUSES = frozenset({101, 103, 204, 205, 304})
 REDIRECT_STATUSES = frozenset({301, 302, 303, 307, 308})
@@ -57,6 +58,8 @@ class Response(Body):
         ValueError: a status out of range, an illegal header, or options beside a whole `Response`.
         OSError: the given stream or response was read already.
     """
+
+    constructor = JsClass("Response")
 
     def __init__(
         self,

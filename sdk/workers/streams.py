@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from typing import Any
 
-from workers.values import JsBytes
+from workers.values import JsBytes, JsClass
 
 
 class ReadableStream:
@@ -19,6 +19,8 @@ class ReadableStream:
     Iterating, `getReader()` and returning it in a `Response` are three ways to read the same bytes. A source that
     yields anything but str or bytes makes the read raise TypeError.
     """
+
+    constructor = JsClass("ReadableStream")
 
     def __init__(self, source: AsyncIterable[Any] | Iterator[Any]) -> None:
         self._source = aiter(source) if isinstance(source, AsyncIterable) else _in_turns(source)

@@ -6,6 +6,7 @@ lists. These types are real subclasses of the plain ones, so both work. This mod
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 MAX_DEPTH = 64
@@ -13,10 +14,25 @@ MAX_DEPTH = 64
 _SCALARS = frozenset({type(None), bool, int, float, str})
 
 
+class JsClass:
+    """`value.constructor.name`, by which code tells JavaScript's objects apart; to be made an attribute of a class.
+
+    Args:
+        name: JavaScript's for the class.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._class = SimpleNamespace(name=name)
+
+    def __get__(self, value: object, kind: type) -> SimpleNamespace:
+        return self._class
+
+
 class JsDict(dict[str, Any]):
     """A dict whose keys are attributes too. Names of dict's own methods (`items`, `keys`, …) are keys only by item."""
 
     __slots__ = ()
+    constructor = JsClass("Object")
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -43,6 +59,7 @@ class JsList(list[Any]):
     """A list with `to_py()`."""
 
     __slots__ = ()
+    constructor = JsClass("Array")
 
     def to_py(self, **_options: Any) -> list[Any]:
         """This as plain dicts and lists, at every depth."""
@@ -53,6 +70,7 @@ class JsBytes(bytes):
     """Bytes with the conversions that a JavaScript buffer has in Pyodide."""
 
     __slots__ = ()
+    constructor = JsClass("ArrayBuffer")
 
     def to_bytes(self) -> bytes:
         """These bytes as plain `bytes`."""

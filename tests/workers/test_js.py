@@ -347,3 +347,33 @@ def test_js_modules() -> None:
 def test_http_names() -> None:
     assert http.FetchResponse is workers.Response
     assert issubclass(http.HttpStatusError, OSError)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        ("js.Response.new('x')", "Response"),
+        ("js.Request.new('http://x/')", "Request"),
+        ("js.Headers.new()", "Headers"),
+        ("js.FormData.new()", "FormData"),
+        ("js.Blob.new([])", "Blob"),
+        ("js.File.new([], 'x')", "File"),
+        ("js.URL.new('http://x/')", "URL"),
+        ("js.URLSearchParams.new('a=1')", "URLSearchParams"),
+        ("js.Uint8Array.new(2)", "Uint8Array"),
+        ("js.ArrayBuffer.new(2)", "ArrayBuffer"),
+        ("js.Map.new()", "Map"),
+        ("js.Set.new()", "Set"),
+        ("js.Date.new(0)", "Date"),
+        ("js.Object.new()", "Object"),
+        ("js.Response.new('x').body", "ReadableStream"),
+        ("js.JSON.parse('[1]')", "Array"),
+    ],
+)
+def test_objects_say_of_which_class_they_are(make: str, name: str) -> None:
+    made = eval(make, {"js": js})
+    assert made.constructor.name == name
+
+
+def test_a_key_may_be_called_constructor() -> None:
+    assert js.JSON.parse('{"constructor": 1}')["constructor"] == 1

@@ -10,12 +10,17 @@ from typing import Any
 
 from workers._js.objects import Constructor, JsProxy
 from workers._js_exception import JsException
+from workers.values import JsClass
 
 
 class Buffer:
     """What `ArrayBuffer` and the typed arrays have in common: bytes that can change, and can be a body."""
 
+    constructor: JsClass
     _bytes: memoryview
+
+    def __init_subclass__(cls) -> None:
+        cls.constructor = JsClass(cls.__name__)
 
     @property
     def byteLength(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 from workers._js_exception import JsException
 from workers.streams import ReadableStream
-from workers.values import JsBytes, JsDict, JsList, to_py, wrap
+from workers.values import JsBytes, JsClass, JsDict, JsList, to_py, wrap
 
 
 class Constructor:
@@ -66,6 +66,8 @@ class JsProxy(ABC):  # noqa: B024 - others are registered with it
 class JsMap(JsDict):
     """A dict with the methods of JavaScript's `Map`."""
 
+    constructor = JsClass("Map")
+
     def set(self, key: Any, value: Any) -> JsMap:
         """Set a key; gives the map."""
         self[key] = value
@@ -89,6 +91,8 @@ class JsMap(JsDict):
 
 class JsSet(set[Any]):
     """A set with the methods of JavaScript's `Set`."""
+
+    constructor = JsClass("Set")
 
     def has(self, value: Any) -> bool:
         """Whether the value is in it."""
@@ -121,6 +125,8 @@ class JsDate:
         value: ms, text of ISO 8601, another date, or nothing for now; with `more`, year, month (from 0),
             day, …, in UTC.
     """
+
+    constructor = JsClass("Date")
 
     def __init__(self, value: Any = None, *more: int) -> None:
         if more:

@@ -27,7 +27,7 @@ from workers.fetch import send
 from workers.formdata import FormData
 from workers.response import Response
 from workers.streams import ReadableStream
-from workers.values import JsDict, JsList
+from workers.values import JsClass, JsDict, JsList
 
 _DEFAULT_PORTS = {"http": "80", "https": "443", "ws": "80", "wss": "443"}
 
@@ -37,6 +37,8 @@ _DEFAULT_PORTS = {"http": "80", "https": "443", "ws": "80", "wss": "443"}
 
 class Headers(HTTPMessage):
     """Headers with JavaScript's methods: `get` (None if missing), `set`, `append`, `has`, `delete`, `entries`, …"""
+
+    constructor = JsClass("Headers")
 
     @classmethod
     def new(cls, source: Any = None, **fields: Any) -> Headers:
@@ -129,6 +131,8 @@ def _new_file(parts: Any, name: str, options: Any = None, **more: Any) -> File:
 class UrlSearchParams:
     """The parameters of a query in order, several of one name included."""
 
+    constructor = JsClass("URLSearchParams")
+
     def __init__(self, source: Any = "", on_change: Callable[[str], None] | None = None) -> None:
         self._on_change = on_change
         if isinstance(source, str):
@@ -206,6 +210,8 @@ class UrlSearchParams:
 
 class Url:
     """An absolute URL, or one relative to `base`; its parts can be read, and the common ones set."""
+
+    constructor = JsClass("URL")
 
     def __init__(self, url: Any, base: Any = None) -> None:
         text = urljoin(str(base), str(url)) if base is not None else str(url)
