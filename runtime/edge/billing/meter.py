@@ -63,8 +63,24 @@ class Meter(Protocol):
 
 def new_id() -> str:
     """A new id, a UUID of version 7 (RFC 9562): ids sort by the millisecond in which they were minted."""
+    global _entropy
+    if len(_entropy) < 10:
+        _entropy = os.urandom(1000)
+    taken, _entropy = _entropy[:10], _entropy[10:]
     milliseconds = time.time_ns() // 1_000_000
-    random = int.from_bytes(os.urandom(10))
+    random = int.from_bytes(taken)
     number = milliseconds << 80 | 0x7 << 76 | (random >> 68) << 64 | 0b10 << 62 | random & (1 << 62) - 1
     text = f"{number:032x}"
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+
+_entropy = b""
+"""Random bytes that are left: to ask the kernel for them each time takes as long as all the rest."""
+
+
+def _forget_entropy() -> None:
+    global _entropy
+    _entropy = b""
+
+
+os.register_at_fork(after_in_child=_forget_entropy)  # or parent and child would mint the same ids

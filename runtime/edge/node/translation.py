@@ -5,6 +5,7 @@ Nothing that an isolate says is trusted: status and headers are checked before t
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -16,6 +17,7 @@ _HEADER_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+\Z")
 _HEADER_VALUE = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*\Z")
 MAX_HEADER_BYTES = 128 << 10
 """Of all headers of a response together, as they travel in HTTP/1.1; Cloudflare's limit."""
+_MAX_CACHED = 128
 _MAX_SHOWN = 100
 _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding"})
 
@@ -62,12 +64,20 @@ def checked_headers(status: int, headers: list[tuple[str, str]]) -> list[tuple[b
             f"the worker's response has {len(headers)} headers of {num_bytes} bytes together; at most "
             f"{MAX_HEADER_BYTES >> 10} KiB can be sent, so put what is long into the body"
         )
-    checked = []
-    for name, value in headers:
-        raw_name, raw_value = name.lower().encode("latin-1", "replace"), value.encode("latin-1", "replace")
-        if not _HEADER_NAME.match(raw_name) or not _HEADER_VALUE.match(raw_value):
-            shown = f"{name[:_MAX_SHOWN]!r}: {value[:_MAX_SHOWN]!r}"
-            raise HandlerFailed(f"the worker set a header that is not valid in HTTP: {shown}")
-        if raw_name not in _HOP_BY_HOP:
-            checked.append((raw_name, raw_value))
-    return checked
+    pairs = [
+        _short_header(name, value) if len(name) + len(value) <= _MAX_CACHED else _checked_header(name, value)
+        for name, value in headers
+    ]
+    return [pair for pair in pairs if pair[0] not in _HOP_BY_HOP]
+
+
+def _checked_header(name: str, value: str) -> tuple[bytes, bytes]:
+    raw_name, raw_value = name.lower().encode("latin-1", "replace"), value.encode("latin-1", "replace")
+    if not _HEADER_NAME.match(raw_name) or not _HEADER_VALUE.match(raw_value):
+        shown = f"{name[:_MAX_SHOWN]!r}: {value[:_MAX_SHOWN]!r}"
+        raise HandlerFailed(f"the worker set a header that is not valid in HTTP: {shown}")
+    return raw_name, raw_value
+
+
+_short_header = functools.lru_cache(1024)(_checked_header)
+"""The same few headers are in most responses."""
