@@ -9,6 +9,8 @@ import os
 
 # Before any test imports torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# pytest-xdist sets it in its processes, and tables of commands that tests run would be cut to that.
+os.environ.pop("COLUMNS", None)
 
 import contextlib
 import re

@@ -1,6 +1,6 @@
 """The calls that an isolate makes to its node: one odd id each, answered once, cancelled when nobody waits.
 
-It knows nothing of what is called; `ai.py` and `_fetch.py` build the frames and read the answers.
+It knows nothing of what is called; `ai.py` and `fetch.py` build the frames and read the answers.
 """
 
 from __future__ import annotations

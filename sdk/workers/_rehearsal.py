@@ -44,8 +44,7 @@ async def write(item: Item) -> list[Item]:
 Default = asgi.entrypoint(app)
 """
 _SOURCES = {"workers": _HELLO, "fastapi": _FASTAPI}
-"""By the package that has to be there. A framework's first application and request take several times as long as
-the next ones."""
+"""By the package that has to be there. A framework's first application and request build what the next ones find."""
 
 
 def rehearse() -> None:

@@ -261,8 +261,8 @@ class Client:
         self.egress = Egress(resolve)
         self.bundle = Bundle("test", "v1", "/", "main.py", egress=rules)
 
-    async def open(self, url, messages):
-        answer, _ = await self.egress.websocket(self.bundle, url, [], messages)
+    async def open(self, url, messages, headers=()):
+        answer, _ = await self.egress.websocket(self.bundle, url, list(headers), messages)
         return answer
 
 
@@ -305,6 +305,26 @@ async def test_urls_that_are_none(url):
 async def test_bytes_that_are_no_messages_end_it(server, forged, code):
     answer = await Client(LOCAL).open(f"ws://127.0.0.1:{server.port}/", forever(forged))
     assert [message.code for message in await received(answer)] == [code]
+
+
+@pytest.mark.parametrize("header", [("x: 1\r\n\r\nGET /other HTTP/1.1\r\ny", "z"), ("x", "1\r\ny: z"), ("", "x")])
+async def test_headers_that_are_none_are_refused(server, header):
+    client = Client(LOCAL)
+    with pytest.raises(SubrequestFailed, match="cannot be sent"):
+        await client.open(f"ws://127.0.0.1:{server.port}/", said(), [header])
+    assert server.seen == []
+
+
+async def test_rules_know_a_name_by_its_ascii_form():
+    denied = EgressConfig(allow=LOCAL.allow, deny=["xn--bcher-kva.example"])
+    with pytest.raises(SubrequestFailed, match="egress"):
+        await Client(denied).open("ws://xn--bcher-kva.example:1/", said())
+
+
+async def test_a_reason_that_is_too_long_is_cut(server):
+    close = Close(4000, "ä" * 200)
+    answer = await Client(LOCAL).open(f"ws://127.0.0.1:{server.port}/", forever(encode(close)))
+    assert await received(answer) == [Close(4000, "ä" * 61)]
 
 
 async def test_a_body_that_ends_without_a_close(server):

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,6 +55,13 @@ class Default(WorkerEntrypoint):
                 return Response(self.forever())
             case "length":
                 return Response("hello", headers={"content-length": "3", "x-seen": "yes"})
+            case "status":
+                status = int(request.url.partition("?")[2])
+                return Response(None, status, headers={"content-length": "9"})
+            case "client":
+                return Response(request.headers.get("cf-connecting-ip"))
+            case "long":
+                return Response("x" * 60_000)
             case "broken-head":
                 return Response(self.forever(), headers={"x-long": "x" * 200_000})
             case "slow":
@@ -82,12 +89,19 @@ class Default(WorkerEntrypoint):
 """
 
 
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(HANG_S):
+        while not condition():  # noqa: ASYNC110 - others bring it about when they like
+            await asyncio.sleep(0.01)
+
+
 class Site:
     """A served worker: its URL, and what it and the ingress have logged."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.isolates: Isolates
+        self.server: uvicorn.Server
         self.printed: list[str] = []
         self.errors: list[str] = []
         self.accesses: list[Access] = []
@@ -96,9 +110,7 @@ class Site:
         return httpx.AsyncClient(base_url=self.url, timeout=HANG_S)
 
     async def wait_printed(self, text: str) -> None:
-        async with asyncio.timeout(HANG_S):
-            while text not in self.printed:  # noqa: ASYNC110 - the handler prints when it likes
-                await asyncio.sleep(0.01)
+        await until(lambda: text in self.printed)
 
 
 async def connect(site: Site) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -131,7 +143,7 @@ async def served(folder: Path, *, show_tracebacks: bool, direct: bool = True) ->
     short_way = Direct(isolates, lambda _: ("dev", "site"), ingress, site.accesses.append) if direct else None
     http = cast(Any, functools.partial(LimitedHttp, direct=short_way))
     config = uvicorn.Config(app, http=http, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
+    site.server = server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
     try:
         await isolates.start()
@@ -346,3 +358,53 @@ async def test_what_still_runs_at_the_end_is_answered(tmp_path: Path) -> None:
         await site.wait_printed("slow began")
         await site.isolates.close()
         assert (await running).startswith(b"HTTP/1.1 50")
+
+
+@pytest.mark.parametrize("status", [200, 204, 205, 304])
+async def test_the_next_answer_on_the_connection_is_the_next_request_s(site: Site, status: int) -> None:
+    head = b" HTTP/1.1\r\nhost: x\r\n\r\n"
+    got = await exchange(site, b"GET /status?%d" % status + head + b"GET /length" + head, b"hello")
+    first, second = got.split(b"HTTP/1.1 ")[1:]
+    assert first.startswith(b"%d " % status)
+    assert first.endswith(b"\r\n\r\n")
+    lengths = {200: b"0", 205: b"0"}
+    assert [line[16:] for line in first.split(b"\r\n") if line.startswith(b"content-length: ")] == (
+        [lengths[status]] if status in lengths else []
+    )
+    assert second.endswith(b"\r\n\r\nhello")
+
+
+async def test_a_client_cannot_say_where_it_is(site: Site) -> None:
+    async with site.client() as client:
+        response = await client.get("/client", headers={"cf-connecting-ip": "1.2.3.4", "CF-Connecting-IP": "1.2.3.5"})
+    assert response.text == "127.0.0.1"
+
+
+async def test_a_client_that_reads_nothing_is_not_answered_for_ever(site: Site) -> None:
+    reader, writer = await connect(site)
+    num_sent = 0
+    async with site.client() as client:
+        while num_sent < 1000:
+            writer.write(b"GET /long HTTP/1.1\r\nhost: x\r\n\r\n" * 50)
+            num_sent += 50
+            before = len(site.accesses)
+            await client.get("/length")
+            if num_sent > 500 and len(site.accesses) == before + 1:
+                break
+    assert len([access for access in site.accesses if access.path == "/long"]) < 500
+    writer.close()
+    del reader
+
+
+async def test_connections_are_closed_when_the_server_ends(tmp_path: Path) -> None:
+    async with served(tmp_path, show_tracebacks=True) as site:
+        reader, writer = await connect(site)
+        writer.write(b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n")
+        await site.wait_printed("slow began")
+        site.server.should_exit = True
+        await until(lambda: not site.server.servers[0].is_serving())  # by then it has told the connections
+        await site.isolates.close()
+        async with asyncio.timeout(2):  # less than the time for which an idle connection is kept
+            got = await reader.read()
+        assert b"\r\nconnection: close\r\n" in got
+        writer.close()

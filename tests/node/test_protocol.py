@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -139,6 +140,19 @@ async def test_a_connection_without_a_head_is_closed_in_time(monkeypatch: pytest
         slow = HELLO.replace(b" / ", b" /slow ")
         assert (await exchange(slow + b"GET / HTT", until=b"bytes")).endswith(b"0 bytes")
         assert (await exchange(b"P/1.1\r\nhost: x\r\n\r\n", until=b"bytes")).endswith(b"0 bytes")
+
+
+@pytest.mark.parametrize("rest", [b"", b"x"])
+async def test_a_short_body_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, rest: bytes) -> None:
+    monkeypatch.setattr("edge.node.protocol.HEAD_TIMEOUT_S", 0.2)
+
+    class Nothing:
+        def start(self, *_: object) -> None:
+            raise AssertionError("the body is not here")
+
+    monkeypatch.setattr(LimitedHttp, "__init__", functools.partialmethod(LimitedHttp.__init__, direct=Nothing()))
+    async with connected() as exchange:
+        assert await exchange(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n" + rest) == b""
 
 
 async def test_a_connection_that_stays_idle_is_closed_and_a_busy_one_is_not() -> None:

@@ -145,7 +145,7 @@ class Rules:
                 raise ValueError("the rule before this one has no headers")
             if len(self._headers) >= MAX_HEADER_RULES:
                 raise ValueError(f"more than {MAX_HEADER_RULES} rules")
-            self._headers.append(_HeaderRule(_pattern(_source_of_headers(line)), "://" in line, []))
+            self._headers.append(_HeaderRule(_pattern(_source_of_headers(line)), not line.startswith("/"), []))
             return
         if not self._headers:
             raise ValueError("a path, such as /*, must come before the headers that are set there")

@@ -236,7 +236,7 @@ def _compiler(config: Config | None) -> Check:
 def _sandbox(config: Config | None) -> Check:
     """What a handler process says of its sandbox: for the configured policy, and for `standard`, which nodes need."""
     policy = (config.isolates.sandbox if config else None) or "best-effort"
-    answer, why = _ask([sys.executable, "-m", "edge.isolates.probe", policy])
+    answer, why = _ask([sys.executable, "-P", "-m", "edge.isolates.probe", policy])
     if answer is None:
         return Check("sandbox", "fail", f"handlers cannot start: {why}", "use Linux 3.5 or later, with /proc mounted")
     report = SandboxReport(answer["layers"], answer["missing"], answer["escapes"])

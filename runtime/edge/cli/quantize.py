@@ -129,7 +129,7 @@ def _group(option: str | None, bits: int) -> int:
 
 def _run(job: Job) -> Result:
     Path(job.folder).mkdir()
-    command = [sys.executable, "-m", "edge.engine.quantize", msgspec.json.encode(job).decode()]
+    command = [sys.executable, "-P", "-m", "edge.engine.quantize", msgspec.json.encode(job).decode()]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name

@@ -281,6 +281,10 @@ def _byte_level(vocabulary: Vocabulary) -> HfTokenizer:
     return tokenizer
 
 
+_MAX_TOKEN_CHARS = 1000
+"""Of a token that is merged of others: each of its cuts is looked up."""
+
+
 def _sentencepiece(vocabulary: Vocabulary) -> HfTokenizer:
     """Pairs are merged in the order of the scores of what they give, which is what SentencePiece's BPE does."""
     tokens, types, scores = vocabulary.tokens, vocabulary.types, vocabulary.scores
@@ -291,6 +295,8 @@ def _sentencepiece(vocabulary: Vocabulary) -> HfTokenizer:
     for token, kind, score in zip(tokens, types, scores, strict=True):
         if kind != _NORMAL:
             continue
+        if len(token) > _MAX_TOKEN_CHARS:
+            raise WeightsError(f"the GGUF tokenizer has a token of {len(token)} characters; at most {_MAX_TOKEN_CHARS}")
         for at in range(1, len(token)):
             left = token[:at]
             if left in ids and token[at:] in ids:

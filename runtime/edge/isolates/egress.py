@@ -208,7 +208,9 @@ class _Client:
             is_secure = target.scheme == "wss"
             self._num_websockets += 1
             try:
-                sock = await self._network.connect_socket(target.host, target.port or (443 if is_secure else 80))
+                sock = await self._network.connect_socket(
+                    target.raw_host.decode("ascii"), target.port or (443 if is_secure else 80)
+                )
                 tls = self._tls if is_secure else None
                 return await open_websocket(
                     sock, tls, str(target), headers, messages, self._config.timeout_s, self._on_websocket_closed

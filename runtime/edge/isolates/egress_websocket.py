@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -25,7 +26,11 @@ CLOSE_TIMEOUT_S = 2.0
 MAX_QUEUED = 2
 """Messages that are read ahead of the handler."""
 
+_MAX_REASON_BYTES = 123
+"""What fits into the frame of a close (RFC 6455, 5.5)."""
 _GOING_AWAY, _INTERNAL_ERROR = 1001, 1011
+_HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+_HEADER_VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*")
 _OWN_HEADERS = frozenset({"connection", "content-length", "host", "transfer-encoding", "upgrade"})
 
 
@@ -57,6 +62,10 @@ async def open_websocket(
         OSError, TimeoutError, websockets.exceptions.WebSocketException: there is no answer.
         ValueError: a header that cannot be sent.
     """
+    for name, value in headers:
+        if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
+            sock.close()
+            raise ValueError(f"the header {name[:100]!r} cannot be sent")
     given = {name.lower(): value for name, value in headers}
     protocols = [each.strip() for each in given.get("sec-websocket-protocol", "").split(",") if each.strip()]
     try:
@@ -126,7 +135,8 @@ class _Messages:
                 close = Close(error.code)
             except OSError:  # the handler's side broke off
                 close = Close(_INTERNAL_ERROR)
-            await self._connection.close(_sendable(close.code), close.reason)
+            reason = close.reason.encode()[:_MAX_REASON_BYTES].decode(errors="ignore")
+            await self._connection.close(_sendable(close.code), reason)
 
     async def _send_messages(self, outgoing: AsyncIterator[bytes]) -> Close:
         decoder = MessageDecoder()

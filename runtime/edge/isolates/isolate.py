@@ -165,9 +165,9 @@ class Isolate:
         self.pid = 0
         self.sandbox = SandboxReport()
         self.layers: tuple[str, ...] = ()
+        """The sandbox layers that the process is under."""
         self.handlers: tuple[str, ...] = ()
         """The events that the code has handlers for, as it says itself."""
-        """The sandbox layers that the process is under."""
         self.cold_start_us = 0
         """What the fork and the import took, until the first invocation has been told."""
         self.load = 0

@@ -206,6 +206,9 @@ class Node:
             )
         with self._new_ai(config):
             await self._deploy(config, old, secrets)
+        if old is not None:
+            with suppress(UnknownWorker):  # it could never be imported
+                await self.isolates.remove(old)
 
     @contextmanager
     def _new_ai(self, config: Config) -> Iterator[None]:
@@ -243,9 +246,6 @@ class Node:
             self._say(f"warning: {config.name} has no `scheduled` handler: its crons will fail")
         self._queues.consume(key, consumers)
         self.triggers.use(key, crons)
-        if old is not None:
-            with suppress(UnknownWorker):  # it could never be imported
-                await self.isolates.remove(old)
 
     def _lacks(self, key: WorkerKey, event: str) -> bool:
         """Whether the worker is known to have no handler of `event`: one whose process has just died may have one."""

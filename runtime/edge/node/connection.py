@@ -39,8 +39,10 @@ class HangUp:
             work.cancel()
 
     def add(self, work: Cancellable) -> None:
-        """Cancel `work` if the client goes away before it is discarded."""
+        """Cancel `work` if the client goes away before it is discarded, or has gone already."""
         self._work.add(work)
+        if self._has_happened:
+            work.cancel()
 
     def discard(self, work: Cancellable) -> None:
         """It is over."""

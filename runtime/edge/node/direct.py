@@ -23,8 +23,8 @@ from edge.isolates.invocation import WholeBody
 from edge.isolates.isolate import Isolate
 from edge.node.access import Access
 from edge.node.connection import HangUp
-from edge.node.ingress import BODILESS, Ingress, close, send_response
-from edge.node.translation import cf_of, checked_headers
+from edge.node.ingress import BODILESS, Ingress, close, headers_without_body, send_response
+from edge.node.translation import cf_of, checked_headers, with_client_ip
 
 _CF = cf_of("1.1")
 
@@ -35,6 +35,7 @@ class Connection(Protocol):
     client: tuple[str, int] | None
     server_state: ServerState
     hang_up: HangUp
+    transport: asyncio.Transport
 
     def write_now(self, data: bytes) -> None:
         """Write, after what was written before."""
@@ -93,8 +94,9 @@ class Direct:
         if isolate is None:
             return None
         ip = connection.client[0] if connection.client is not None else ""
-        text_headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
-        text_headers.append(("cf-connecting-ip", ip))
+        text_headers = with_client_ip(
+            [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers], ip
+        )
         url = f"http://{host or 'localhost'}{target}"
         exchange = Exchange(self, connection, isolate, method, path, text_headers)
         exchange.start(InboundRequest(method, url, text_headers, content, _CF))
@@ -105,8 +107,8 @@ class Exchange:
     """A request on the short way. To uvicorn it is a cycle, and a task, which can be counted and cancelled."""
 
     __slots__ = (
-        "_connection", "_direct", "_headers", "_invocation", "_isolate", "_method", "_path", "_started", "_status",
-        "disconnected", "keep_alive", "more_body", "response_complete",
+        "_connection", "_direct", "_headers", "_invocation", "_is_cancelled", "_isolate", "_method", "_path",
+        "_started", "_status", "disconnected", "keep_alive", "more_body", "response_complete",
     )  # fmt: skip
     message_event: ClassVar[asyncio.Event] = asyncio.Event()
     """For bodies, of which there is none."""
@@ -128,6 +130,7 @@ class Exchange:
         self._headers = headers
         self._started = time.perf_counter()
         self._status: int | None = None
+        self._is_cancelled = False
         self.keep_alive = True
         self.disconnected = False
         self.more_body = False
@@ -136,16 +139,17 @@ class Exchange:
     def start(self, request: InboundRequest) -> None:
         """Hand the request to the process."""
         self._connection.server_state.tasks.add(cast(Any, self))
-        self._connection.hang_up.add(self)
         try:
             self._invocation = self._isolate.start_fetch(request, "", {})
         except EdgeError as error:
             self._fail(error)
         else:
+            self._connection.hang_up.add(self)
             self._invocation.answer.add_done_callback(self._on_answer)
 
     def cancel(self, msg: str = "") -> None:
         """Nobody waits for the answer any more."""
+        self._is_cancelled = True
         self._invocation.answer.cancel()
         self._isolate.cancel(self._invocation)
 
@@ -159,6 +163,10 @@ class Exchange:
 
     def _on_answer(self, answer: asyncio.Future[Any]) -> None:
         if answer.cancelled():
+            self._end(is_complete=False)
+            return
+        if self._is_cancelled:  # when the answer was there, but not taken yet
+            answer.exception()
             self._end(is_complete=False)
             return
         try:
@@ -193,17 +201,19 @@ class Exchange:
         parts = [STATUS_LINE[status]]
         for name, value in self._connection.server_state.default_headers:
             parts += (name, b": ", value, b"\r\n")
-        is_bodiless = self._method == "HEAD" or status in BODILESS
+        if self._method == "HEAD" or status in BODILESS:
+            headers, content = headers_without_body(status, headers), b""
+        else:
+            headers = [pair for pair in headers if pair[0] != b"content-length"]
+            headers.append((b"content-length", b"%d" % len(content)))
         for name, value in headers:
-            if name != b"content-length" or is_bodiless:
-                parts += (name, b": ", value, b"\r\n")
+            parts += (name, b": ", value, b"\r\n")
         if not self.keep_alive:
             parts.append(b"connection: close\r\n")
-        if is_bodiless:
-            parts.append(b"\r\n")
-        else:
-            parts += (b"content-length: %d\r\n\r\n" % len(content), content)
+        parts += (b"\r\n", content)
         self._connection.write_now(b"".join(parts))
+        if not self.keep_alive:
+            self._connection.transport.close()
         self._end(is_complete=True)
 
     async def _stream(
@@ -212,14 +222,17 @@ class Exchange:
         """Write a response whose body comes in parts."""
         self._status = response.status
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def respond(send: Send) -> None:
             try:
                 await send_response(response, headers, self._method, send)
             except EdgeError as error:
                 self._direct.ingress.report_cut(self, error)
 
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._connection.hang_up.end(respond(send))
+
         try:
-            await self._connection.hang_up.end(cycle.run_asgi(cast(Any, app)))
+            await cycle.run_asgi(cast(Any, app))
         finally:
             await close(response)
             self._log(is_complete=cycle.response_complete)

@@ -19,7 +19,7 @@ from edge.isolates.dispatch import Isolates
 from edge.isolates.invocation import WholeBody
 from edge.node import pages
 from edge.node.connection import HANG_UP, while_connected
-from edge.node.translation import cf_of, checked_headers, client_ip, text_headers, url_of
+from edge.node.translation import cf_of, checked_headers, client_ip, text_headers, url_of, with_client_ip
 from edge.node.websocket import ClientSocket
 
 BODILESS = frozenset({204, 205, 304})
@@ -169,7 +169,7 @@ class _Exchange:
         return InboundRequest(
             method=self.scope["method"],
             url=url_of(self.scope, self.header("host")),
-            headers=[*self._headers, ("cf-connecting-ip", client_ip(self.scope))],
+            headers=with_client_ip(self._headers, client_ip(self.scope)),
             body=self._body(self._body_read) if self._body_read is not None else None,
             cf=cf_of(self.scope["http_version"]),
         )
@@ -211,7 +211,9 @@ async def send_response(
     Raises:
         EdgeError: the body failed half-way; the response is left unfinished.
     """
-    if response.body is None and response.status not in BODILESS:
+    if response.status in BODILESS:
+        headers = headers_without_body(response.status, headers)
+    elif response.body is None:
         headers = [*(pair for pair in headers if pair[0] != b"content-length"), (b"content-length", b"0")]
     await _send_head(response.status, headers, send)
     last = b""
@@ -222,6 +224,18 @@ async def send_response(
             async for chunk in response.body:
                 await send(_body_message(chunk, more=True))
     await send(_body_message(last, more=False))
+
+
+def headers_without_body(status: int, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The headers of a response that has no body, whatever length its handler has given it.
+
+    In answers to HEAD it stays: it is that of another response. 205 is a response like others, whose body is empty
+    (RFC 9110, 15.3.6).
+    """
+    if status not in BODILESS:
+        return headers
+    rest = [pair for pair in headers if pair[0] != b"content-length"]
+    return [*rest, (b"content-length", b"0")] if status == 205 else rest
 
 
 async def _send_head(status: int, headers: list[tuple[bytes, bytes]], send: Send) -> None:

@@ -23,7 +23,7 @@ What arrives in one piece with the start, at most a socket's buffer, is not coun
 MAX_HELD_BYTES = 64 << 10
 """Of a response that wait for what is written next."""
 HEAD_TIMEOUT_S = 60.0
-"""From the connection, or the first byte of a further request, to the end of the head."""
+"""From the connection, or the first byte of a further request, to the end of the head; again for a short body."""
 LINGER_S = 2.0
 """How long what a refused client still sends is read, so that it gets to read why it was refused."""
 
@@ -98,6 +98,7 @@ class LimitedHttp(HttpToolsProtocol):
             super().on_headers_complete()
         elif num_body_bytes:
             self._held = _Held(host)
+            self._expect_head()  # no handler runs yet, whose limits would end the wait
         elif not self._goes_directly(host, None):
             super().on_headers_complete()
 
@@ -113,6 +114,8 @@ class LimitedHttp(HttpToolsProtocol):
         """The request is here."""
         self._in_message = False
         held, self._held = self._held, None
+        if held is not None:
+            self._stop_timer()
         if held is not None and not self._goes_directly(held.host, bytes(held.body)):
             super().on_headers_complete()
             super().on_body(bytes(held.body))
@@ -219,6 +222,7 @@ class LimitedHttp(HttpToolsProtocol):
             self.parser.should_keep_alive()
             and self.parser.get_http_version() == "1.1"
             and (self.cycle is None or self.cycle.response_complete)
+            and not self.flow.write_paused  # a client that reads nothing must not have us hold more and more for it
             and self.url.startswith(b"/")
             and self.url.isascii()
             and b"#" not in self.url
@@ -293,12 +297,16 @@ class _Gathered:
             data = self._held[0] if len(self._held) == 1 else b"".join(self._held)
             self._held.clear()
             self._num_held_bytes = 0
-            self._transport.write(data)
+            self._write(data)
 
     def write_now(self, data: bytes) -> None:
         """Write `data` at once, after what is held."""
         self.flush()
-        self._transport.write(data)
+        self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        if not self._transport.is_closing():  # the client has gone since
+            self._transport.write(data)
 
     def write_eof(self) -> None:
         """See asyncio."""

@@ -50,6 +50,11 @@ def client_ip(scope: Scope) -> str:
     return client[0] if client else ""
 
 
+def with_client_ip(headers: list[tuple[str, str]], ip: str) -> list[tuple[str, str]]:
+    """`headers` with the address of the client, which it cannot give itself."""
+    return [*(pair for pair in headers if pair[0] != "cf-connecting-ip"), ("cf-connecting-ip", ip)]
+
+
 def checked_headers(status: int, headers: list[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
     """The headers of a response, fit for the socket.
 

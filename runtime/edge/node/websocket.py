@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from edge.errors import EdgeError, HandlerFailed
 from edge.isolates.base import InboundRequest, OutboundResponse
-from edge.node.translation import cf_of, checked_headers, client_ip, text_headers, url_of
+from edge.node.translation import cf_of, checked_headers, client_ip, text_headers, url_of, with_client_ip
 from workers._websocket import ABNORMAL, Close, MessageDecoder, WebSocketError, encode
 
 CLOSE_GRACE_S = 5.0
@@ -48,7 +48,7 @@ class ClientSocket:
         return InboundRequest(
             method="GET",
             url=url_of(self.scope, self.header("host")),
-            headers=[*self._headers, ("cf-connecting-ip", client_ip(self.scope))],
+            headers=with_client_ip(self._headers, client_ip(self.scope)),
             body=self._incoming(),
             cf=cf_of(self.scope.get("http_version", "1.1")),
             is_websocket=True,

@@ -333,7 +333,7 @@ def _check_adapter(model: Path, folder: Path, source: Path) -> None:
 
     Their own code does it, in a process of its own, because it takes torch.
     """
-    command = [sys.executable, "-m", "edge.weights.adapter", str(model.absolute()), str(folder.absolute())]
+    command = [sys.executable, "-P", "-m", "edge.weights.adapter", str(model.absolute()), str(folder.absolute())]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     if done.returncode == WeightsError.exit_code and done.stdout:
         raise WeightsError(done.stdout.strip().replace(str(folder.absolute()), str(source)))
