@@ -154,6 +154,10 @@ class WebSocket:
             await self._emit(WebSocketEvent("close", code=ABNORMAL, reason="", wasClean=False))
             return
         self._is_connecting = False
+        if self._close_sent is not None:
+            await self._emit(WebSocketEvent("error", message="WebSocket was closed before it was open"))
+            await self._emit(WebSocketEvent("close", code=ABNORMAL, reason="", wasClean=False))
+            return
         await self._emit(WebSocketEvent("open"))
         self.accept()
 

@@ -128,6 +128,7 @@ def test_headers() -> None:
         ("", "/a\n  x-a: b\0c", "characters that no header can have"),
         ("", "/a\n  x-a: 日", "characters that no header can have"),
         ("", "/a\n  Content-Length: 5", "content-length is the server's own"),
+        ("", "/a\n  set-cookie: a=1\n  set-cookie: b=2", "_headers:3: a rule can set one cookie"),
         ("", "/a\n/b\n  x: y", "_headers:2: the rule before this one has no headers"),
         ("", "https://example.com:8080/\n  x: y", "without a port"),
         ("", "http://example.com/\n  x: y", "begins with https://HOST/"),
@@ -174,7 +175,9 @@ def test_hostile_paths_do_not_take_long() -> None:
 def site(tmp_path: Path) -> Site:
     for name in ("page.html", "shell.html", "404.html"):
         (tmp_path / name).write_text(name)
-    (tmp_path / "_redirects").write_text("/page /elsewhere 301\n/app/* /shell 200\n/lost /nowhere 200\n/go /to?x=1#y\n")
+    (tmp_path / "_redirects").write_text(
+        "/page /elsewhere 301\n/app/* /shell 200\n/raw/* /shell.html 200\n/lost /nowhere 200\n/go /to?x=1#y\n"
+    )
     (tmp_path / "_headers").write_text("/*\n  X-Site: yes\n  cache-control: no-store\n/app/*\n  x-app: :splat\n")
     return Site(AssetsConfig(directory=tmp_path))
 
@@ -201,6 +204,8 @@ async def test_a_redirect_goes_before_files_and_the_worker(site: Site) -> None:
 async def test_a_rewrite_serves_another_file(site: Site) -> None:
     status, headers, body = await get(site, "/app/a/b")
     assert (status, body, headers["x-app"]) == (200, b"shell.html", "a/b")
+    status, _, body = await get(site, "/raw/a")
+    assert (status, body) == (200, b"shell.html")
     asset = site.asset_before_worker("/lost", False)
     assert asset is not None, "the worker is not asked"
     assert site.respond(asset, "GET", "/lost", []).status == 404
@@ -238,7 +243,7 @@ async def test_rules_hold_for_the_binding_too(site: Site) -> None:
 @pytest.mark.parametrize("how", ["link", "folder", "bytes"])
 def test_rules_that_cannot_be_read(tmp_path: Path, how: str) -> None:
     (tmp_path / "public").mkdir()
-    (tmp_path / "secret").write_text("root:x:0")
+    (tmp_path / "secret").write_text("x: hidden words")
     file = tmp_path / "public" / "_headers"
     makers: dict[str, Any] = {
         "link": lambda: file.symlink_to(tmp_path / "secret"),
@@ -248,4 +253,4 @@ def test_rules_that_cannot_be_read(tmp_path: Path, how: str) -> None:
     makers[how]()
     with pytest.raises(ConfigError, match="_headers") as refused:
         Site(AssetsConfig(directory=tmp_path / "public"))
-    assert "root" not in refused.value.message
+    assert "hidden words" not in refused.value.message

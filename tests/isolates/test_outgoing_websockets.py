@@ -214,12 +214,20 @@ refused = WebSocket.new("ws://127.0.0.1:PORT/refused")
 refused.onerror = lambda event: events.append(event.message)
 refused.onclose = lambda event: (events.append(event.code), failed.set())
 await failed.wait()
-return Response.json([got, events])
+
+early, kinds = asyncio.Event(), []
+hasty = WebSocket.new("ws://127.0.0.1:PORT/")
+for kind in ("open", "error", "close"):
+    hasty.addEventListener(kind, create_proxy(lambda event: kinds.append(event.type)))
+hasty.addEventListener("close", create_proxy(lambda event: early.set()))
+hasty.close()
+await early.wait()
+return Response.json([got, events, kinds])
 """,
             server.port,
         )
     )
-    assert await worker.get() == '[["hello"], ["the server answered with status 403", 1006]]'
+    assert await worker.get() == '[["hello"], ["the server answered with status 403", 1006], ["error", "close"]]'
 
 
 async def test_rules_apply(worker, server):

@@ -26,6 +26,7 @@ _PLACEHOLDER = re.compile(r":([A-Za-z]\w*)", re.ASCII)
 _VARIABLE = re.compile(rf"\*|{_PLACEHOLDER.pattern}", re.ASCII)
 _TARGET = re.compile(r"/|https://[^/\s]")
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_COOKIE = "set-cookie"
 _OF_THE_MESSAGE = frozenset(
     {"connection", "content-length", "content-range", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
 )
@@ -105,7 +106,8 @@ class Rules:
                     ours.discard(name)
                     continue
                 filled = _filled(value, values)
-                found[name] = f"{found[name]}, {filled}" if name in ours else filled
+                is_added = name in ours and name != _COOKIE
+                found[name] = f"{found[name]}, {filled}" if is_added else filled
                 ours.add(name)
         return list(found.items())
 
@@ -160,6 +162,8 @@ class Rules:
         changes = self._headers[-1].changes
         before = [at for at, (each, text) in enumerate(changes) if each == name and text is not None]
         if before and not is_removed:
+            if name == _COOKIE:
+                raise ValueError("a rule can set one cookie: several do not fit into one header")
             changes[before[0]] = (name, f"{changes[before[0]][1]}, {value}")
         else:
             changes.append((name, None if is_removed else value))

@@ -26,6 +26,7 @@ from edge.bindings.storage import FileBody
 from edge.config import AssetsConfig
 from edge.errors import ConfigError, InvalidInput
 from edge.isolates.base import Binding, Bundle, StreamAnswer, WorkerKey
+from edge.text_files import read_text
 
 _OF_A_BODY = frozenset({"accept-ranges", "content-type", "x-content-type-options"})
 _HIDDEN = frozenset({"_headers", "_redirects", "_worker.js"})
@@ -125,7 +126,7 @@ class Site:
         if redirect.status != 200:
             return Asset(location=redirect.target, status=redirect.status)
         rewritten = decoded_path(urlsplit(redirect.target).path)
-        return self._found(rewritten) or self._not_found(rewritten) or Asset(status=404)
+        return self._exact(rewritten) or self._found(rewritten) or self._not_found(rewritten) or Asset(status=404)
 
     def _text(self, name: str) -> str:
         """The content of a file of rules; empty: there is none."""
@@ -134,12 +135,7 @@ class Site:
             return ""
         if os.path.realpath(path) != path or not os.path.isfile(path):
             raise ConfigError(f"assets.directory: {name} is no file, or a link; put the rules there")
-        try:
-            with open(path, encoding="utf-8") as file:
-                text = file.read(_MAX_RULES_BYTES)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"assets.directory: {name} cannot be read: {error}") from error
-        return text.removeprefix("\ufeff")
+        return read_text(Path(path), "a file of rules", _MAX_RULES_BYTES)
 
     # -- which file ----------------------------------------------------------------------------------------
 

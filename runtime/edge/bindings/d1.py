@@ -261,7 +261,7 @@ class _Disks:
             free = _free_bytes(folder)
             if free < storage.MIN_FREE_BYTES and before - free > _MAX_DISK_USE_BYTES:
                 return (
-                    f"the call filled a disk of the node, which has less than {storage.MIN_FREE_BYTES >> 20} MiB left: "
+                    f"a disk filled while the call ran and has less than {storage.MIN_FREE_BYTES >> 20} MiB left: "
                     "use an index or LIMIT where it sorts; or free some space there, have $SQLITE_TMPDIR name a folder "
                     "with room for large sorts, or move the state with `--state-dir`"
                 )

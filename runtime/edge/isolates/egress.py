@@ -218,7 +218,9 @@ class _Client:
             except BaseException:
                 self._num_websockets -= 1
                 raise
-        except (httpx.InvalidURL, httpcore.ConnectError, WebSocketException, Denied, ValueError, OSError) as error:
+        except (httpx.InvalidURL, httpx.ConnectTimeout, httpcore.ConnectError, Denied, ValueError, OSError) as error:
+            raise self._failure("WebSocket", url, error) from error
+        except WebSocketException as error:
             raise self._failure("WebSocket", url, error) from error
 
     def _on_websocket_closed(self, sent_bytes: int, received_bytes: int) -> None:
@@ -281,7 +283,7 @@ class _Client:
             httpx.ConnectTimeout: f"no connection within {CONNECT_TIMEOUT_S:g} s",
             httpx.ReadTimeout: f"nothing was received for {self._config.timeout_s:g} s (egress.timeout_s)",
             httpx.WriteTimeout: f"nothing could be sent for {self._config.timeout_s:g} s (egress.timeout_s)",
-            TimeoutError: f"no connection within {CONNECT_TIMEOUT_S:g} s",
+            TimeoutError: f"no answer to the handshake within {self._config.timeout_s:g} s (egress.timeout_s)",
             httpx.PoolTimeout: f"{MAX_CONNECTIONS} requests of this worker are under way already",
         }
         reason = reasons.get(type(error)) or str(error) or type(error).__name__
@@ -418,13 +420,16 @@ class _Network(httpcore.AsyncNetworkBackend):
             raise httpcore.ConnectTimeout from error
 
     async def connect_socket(self, host: str, port: int) -> socket.socket:
-        """A connected socket, for other protocols than HTTP. Raises as the addresses do, or OSError."""
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            addresses = await self._addresses(host.lower().rstrip("."), port)
-            for address in addresses[:-1]:
-                with contextlib.suppress(OSError):
-                    return await connected_socket(address, port, _ATTEMPT_S)
-            return await connected_socket(addresses[-1], port, CONNECT_TIMEOUT_S)
+        """A connected socket, for other protocols than HTTP. Raises as the addresses do, OSError, ConnectTimeout."""
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                addresses = await self._addresses(host.lower().rstrip("."), port)
+                for address in addresses[:-1]:
+                    with contextlib.suppress(OSError):
+                        return await connected_socket(address, port, _ATTEMPT_S)
+                return await connected_socket(addresses[-1], port, CONNECT_TIMEOUT_S)
+        except TimeoutError as error:
+            raise httpx.ConnectTimeout("") from error
 
     async def _connect(self, host: str, port: int) -> httpcore.AsyncNetworkStream:
         addresses = await self._addresses(host, port)
