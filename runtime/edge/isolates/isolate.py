@@ -161,6 +161,8 @@ class Isolate:
         self._calls: Calls
         self._gauge: Gauge
         self._cpu = CpuSplit()
+        self._cpu_read_at = 0.0
+        self._cpu_read_us = 0
         self._born_bytes = 0
         self.pid = 0
         self.sandbox = SandboxReport()
@@ -436,7 +438,7 @@ class Isolate:
     # -- invocations ---------------------------------------------------------------------------------------
 
     def _begin(self, kind: str, entrypoint: str, request_id: str, timeout_s: float) -> Invocation:
-        total_us = self._gauge.cpu_us()
+        total_us = self._cpu_us()
         if self._cpu.num_active == 0:
             self._report_background(total_us)
         self._cpu.begin(total_us)
@@ -458,6 +460,14 @@ class Isolate:
         if self.num_served >= self._owner.max_requests:
             self._wear_out()
         return invocation
+
+    def _cpu_us(self) -> int:
+        """What the process's clock says, read once in a turn of the event loop: frames come several at a time."""
+        now = self._loop.time()  # which uvloop keeps for the turn
+        if now != self._cpu_read_at:
+            self._cpu_read_at = now
+            self._cpu_read_us = self._gauge.cpu_us()
+        return self._cpu_read_us
 
     def _wear_out(self) -> None:
         """Take no more requests; end after those in flight, this one included."""
@@ -486,7 +496,7 @@ class Isolate:
         """All of `invocation` is over, as far as the process says, or with it."""
         del self._invocations[invocation.id]
         self.num_sockets -= invocation.is_socket
-        cpu_us = self._cpu.end(self._gauge.cpu_us(), claim_us)
+        cpu_us = self._cpu.end(self._cpu_us(), claim_us)
         self._is_over_cpu = False
         self._leave(invocation)
         self._report(invocation, cpu_us)

@@ -81,8 +81,9 @@ class LimitedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """A head begins."""
-        super().on_message_begin()
-        self.scope["extensions"] = {HANG_UP: self.hang_up}  # type: ignore[dict-item]
+        self.url = b""
+        self.expect_100_continue = False
+        self.headers = []
         self._in_message, self._in_head, self._num_bytes = True, True, 0
 
     def on_headers_complete(self) -> None:
@@ -95,12 +96,12 @@ class LimitedHttp(HttpToolsProtocol):
         if host is None:
             self._refuse(400, _NO_HOST)
         elif num_body_bytes is None or not self._may_go_directly():
-            super().on_headers_complete()
+            self._go_the_long_way()
         elif num_body_bytes:
             self._held = _Held(host)
             self._expect_head()  # no handler runs yet, whose limits would end the wait
         elif not self._goes_directly(host, None):
-            super().on_headers_complete()
+            self._go_the_long_way()
 
     def on_body(self, body: bytes) -> None:
         """A part of the body is here; it has limits elsewhere."""
@@ -117,7 +118,7 @@ class LimitedHttp(HttpToolsProtocol):
         if held is not None:
             self._stop_timer()
         if held is not None and not self._goes_directly(held.host, bytes(held.body)):
-            super().on_headers_complete()
+            self._go_the_long_way()
             super().on_body(bytes(held.body))
         if not self._is_refused and not isinstance(self.cycle, Exchange):
             super().on_message_complete()
@@ -204,6 +205,15 @@ class LimitedHttp(HttpToolsProtocol):
         if host is None or num_hosts > 1 or not _HOST.fullmatch(host):
             return None, None
         return host.decode(), num_body_bytes if is_simple and num_body_bytes <= MAX_CHUNK_BYTES else None
+
+    def _go_the_long_way(self) -> None:
+        """Give the request to the ASGI app, with the scope that uvicorn would have made when it began."""
+        head = self.url, self.expect_100_continue, self.headers
+        super().on_message_begin()
+        self.url, self.expect_100_continue, self.headers = head
+        self.scope["headers"] = self.headers
+        self.scope["extensions"] = {HANG_UP: self.hang_up}  # type: ignore[dict-item]
+        super().on_headers_complete()
 
     def _goes_directly(self, host: str, content: bytes | None) -> bool:
         """Let the request go the short way, if that is open."""
