@@ -150,16 +150,18 @@ class WebSocket:
         except Exception as error:
             self._is_connecting = False
             self._close_sent = self._close_received = Close(ABNORMAL)
-            await self._emit(WebSocketEvent("error", message=str(error), error=error))
-            await self._emit(WebSocketEvent("close", code=ABNORMAL, reason="", wasClean=False))
+            await self._emit_failure(WebSocketEvent("error", message=str(error), error=error))
             return
         self._is_connecting = False
         if self._close_sent is not None:
-            await self._emit(WebSocketEvent("error", message="WebSocket was closed before it was open"))
-            await self._emit(WebSocketEvent("close", code=ABNORMAL, reason="", wasClean=False))
+            await self._emit_failure(WebSocketEvent("error", message="WebSocket was closed before it was open"))
             return
         await self._emit(WebSocketEvent("open"))
         self.accept()
+
+    async def _emit_failure(self, event: WebSocketEvent) -> None:
+        await self._emit(event)
+        await self._emit(WebSocketEvent("close", code=ABNORMAL, reason="", wasClean=False))
 
     async def relay(self, incoming: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Connect this end to the node: what comes in is sent to the other end, what the other end sends comes out."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 from edge.errors import ConfigError
+from workers._headers import is_token
 
 MAX_LINE_CHARS = 2000
 MAX_STATIC_REDIRECTS = 2000
@@ -25,7 +26,6 @@ _STATUSES = (200, 301, 302, 303, 307, 308)
 _PLACEHOLDER = re.compile(r":([A-Za-z]\w*)", re.ASCII)
 _VARIABLE = re.compile(rf"\*|{_PLACEHOLDER.pattern}", re.ASCII)
 _TARGET = re.compile(r"/|https://[^/\s]")
-_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _COOKIE = "set-cookie"
 _OF_THE_MESSAGE = frozenset(
     {"connection", "content-length", "content-range", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
@@ -153,7 +153,7 @@ class Rules:
             raise ValueError("a path, such as /*, must come before the headers that are set there")
         name, colon, value = line.removeprefix("! ").partition(":")
         name, value, is_removed = name.strip().lower(), value.strip(), line.startswith("! ")
-        if not _TOKEN.fullmatch(name) or (is_removed and colon) or not (is_removed or value):
+        if not is_token(name) or (is_removed and colon) or not (is_removed or value):
             raise ValueError("a header is `Name: value`, or `! Name` where it is removed")
         if name in _OF_THE_MESSAGE:
             raise ValueError(f"the header {name} is the server's own")

@@ -52,6 +52,9 @@ _DEFAULT_HEADERS = (
     (b"user-agent", b"edge-workers-ai"),
 )
 _FORBIDDEN_METHODS = frozenset({"CONNECT", "TRACE", "TRACK"})
+_WEBSOCKET_ERRORS = (
+    httpx.InvalidURL, httpx.ConnectTimeout, httpcore.ConnectError, WebSocketException, Denied, ValueError, OSError,
+)  # fmt: skip
 _WEBSOCKET_SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _NOT_SENT = frozenset({"connection", "expect", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"})
@@ -218,9 +221,7 @@ class _Client:
             except BaseException:
                 self._num_websockets -= 1
                 raise
-        except (httpx.InvalidURL, httpx.ConnectTimeout, httpcore.ConnectError, Denied, ValueError, OSError) as error:
-            raise self._failure("WebSocket", url, error) from error
-        except WebSocketException as error:
+        except _WEBSOCKET_ERRORS as error:
             raise self._failure("WebSocket", url, error) from error
 
     def _on_websocket_closed(self, sent_bytes: int, received_bytes: int) -> None:

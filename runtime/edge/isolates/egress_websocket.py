@@ -19,6 +19,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import EXTERNAL_CLOSE_CODES
 
 from edge.isolates.base import StreamAnswer
+from workers._headers import is_token
 from workers._websocket import ABNORMAL, MAX_MESSAGE_BYTES, Close, MessageDecoder, WebSocketError, encode
 
 CLOSE_TIMEOUT_S = 2.0
@@ -29,7 +30,6 @@ MAX_QUEUED = 2
 _MAX_REASON_BYTES = 123
 """What fits into the frame of a close (RFC 6455, 5.5)."""
 _GOING_AWAY, _INTERNAL_ERROR = 1001, 1011
-_HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _HEADER_VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*")
 _OWN_HEADERS = frozenset({"connection", "content-length", "host", "transfer-encoding", "upgrade"})
 
@@ -63,7 +63,7 @@ async def open_websocket(
         ValueError: a header that cannot be sent.
     """
     for name, value in headers:
-        if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
+        if not is_token(name) or not _HEADER_VALUE.fullmatch(value):
             sock.close()
             raise ValueError(f"the header {name[:100]!r} cannot be sent")
     given = {name.lower(): value for name, value in headers}

@@ -191,9 +191,7 @@ class Exchange:
             streaming.add_done_callback(self._connection.server_state.tasks.discard)
 
     def _fail(self, error: EdgeError) -> None:
-        status, content_type, body, headers = self._direct.ingress.error_page(error, self)
-        pairs = {"content-type": content_type, **headers}.items()
-        self._respond(status, [(name.encode(), value.encode()) for name, value in pairs], body)
+        self._respond(*self._direct.ingress.error_page(error, self))
 
     def _respond(self, status: int, headers: list[tuple[bytes, bytes]], content: bytes) -> None:
         """Write a whole response; its length is what it is, whatever the handler says of it."""

@@ -76,13 +76,13 @@ class Ingress:
         try:
             response = await self._isolates.fetch(self._worker_of(exchange.scope), exchange.request())
         except EdgeError as error:
-            await exchange.send_page(*self.error_page(error, exchange))
+            await self._send_page(error, exchange)
             return
         try:
             headers = checked_headers(response.status, response.headers)
         except HandlerFailed as error:
             await close(response)
-            await exchange.send_page(*self.error_page(error, exchange))
+            await self._send_page(error, exchange)
             return
         try:
             await send_response(response, headers, exchange.scope["method"], exchange.send)
@@ -90,6 +90,11 @@ class Ingress:
             self.report_cut(exchange, error)
         finally:
             await close(response)
+
+    async def _send_page(self, error: EdgeError, exchange: _Exchange) -> None:
+        status, headers, body = self.error_page(error, exchange)
+        await _send_head(status, [*headers, (b"content-length", b"%d" % len(body))], exchange.send)
+        await exchange.send(_body_message(b"" if exchange.scope["method"] == "HEAD" else body, more=False))
 
     async def _serve_websocket(self, client: ClientSocket) -> None:
         is_open = False
@@ -108,9 +113,7 @@ class Ingress:
             if is_open:
                 self._error_log(f"{client.describe()} was cut short: {error.message}")
             else:
-                status, content_type, body, headers = self.error_page(error, client)
-                pairs = {"content-type": content_type, **headers}.items()
-                await client.deny_with(status, [(name.encode(), value.encode()) for name, value in pairs], body)
+                await client.deny_with(*self.error_page(error, client))
         finally:
             if response is not None:
                 await close(response)
@@ -128,19 +131,19 @@ class Ingress:
             raise UnknownWorker("no worker is served under this address")
         return key
 
-    def error_page(self, error: EdgeError, exchange: Described) -> tuple[int, str, bytes, dict[str, str]]:
-        """Status, content type, body and headers of the answer to a request that failed."""
+    def error_page(self, error: EdgeError, exchange: Described) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+        """Status, headers and body of the answer to a request that failed."""
         error_id = new_id()
         self._error_log(f"{exchange.describe()} failed (id {error_id}): {_with_traceback(error)}")
-        headers = {"x-edge-error-id": error_id}
-        if error.retry_after_s is not None:
-            headers["retry-after"] = str(error.retry_after_s)
         wants_html = "text/html" in exchange.header("accept")
         if self._show_tracebacks:
             content_type, body = pages.dev_error(error, exchange.describe(), html=wants_html)
         else:
             content_type, body = pages.public_error(error, error_id, html=wants_html)
-        return error.status, content_type, body, headers
+        headers = [(b"content-type", content_type.encode()), (b"x-edge-error-id", error_id.encode())]
+        if error.retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % error.retry_after_s))
+        return error.status, headers, body
 
 
 class _Exchange:
@@ -195,12 +198,6 @@ class _Exchange:
             await self._body_read.wait()
         while not self._is_gone:
             self._is_gone = (await self._receive())["type"] == "http.disconnect"
-
-    async def send_page(self, status: int, content_type: str, body: bytes, headers: dict[str, str]) -> None:
-        """Send a complete response of our own."""
-        pairs = {"content-type": content_type, "content-length": str(len(body)), **headers}
-        await _send_head(status, [(name.encode(), value.encode()) for name, value in pairs.items()], self.send)
-        await self.send(_body_message(b"" if self.scope["method"] == "HEAD" else body, more=False))
 
 
 async def send_response(

@@ -117,9 +117,10 @@ class LimitedHttp(HttpToolsProtocol):
         held, self._held = self._held, None
         if held is not None:
             self._stop_timer()
-        if held is not None and not self._goes_directly(held.host, bytes(held.body)):
-            self._go_the_long_way()
-            super().on_body(bytes(held.body))
+            content = bytes(held.body)
+            if not self._goes_directly(held.host, content):
+                self._go_the_long_way()
+                super().on_body(content)
         if not self._is_refused and not isinstance(self.cycle, Exchange):
             super().on_message_complete()
 
