@@ -1,13 +1,14 @@
 """The structs between node and engine, on the framing of `workers._wire`.
 
 A node sends `Generate` and gets `Started`, any number of `Delta`s and then exactly one of `Done` or `Failed`
-for that id. Counts in `Usage` are the engine's own and cumulative, so that the node can bill what was done
-even if the engine dies before its last frame.
+for that id; `Encode` ends with `Encoded` instead of `Done`, and `CountTokens` is answered by `TokenCount` alone. Counts
+in `Usage` are the engine's own and cumulative, so that the node can bill what was done even if the engine dies before
+its last frame.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,6 +20,9 @@ MAX_STOP_CHARS = 1000
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_SCHEMA_CHARS = 1 << 18
+
+Pooling = Literal["mean", "cls"]
+"""How one vector is made of those of a text's tokens: their mean, or that of the first token."""
 
 # -- node to engine ----------------------------------------------------------------------------------------
 
@@ -81,8 +85,40 @@ class Generate(Frame):
     json_schema: str | None = None
     adapter: str | None = None
     """Name of the LoRA adapter to run the model with."""
+    adapter_folder: str | None = None
+    """Where that adapter is, if it is none of the model's own."""
+    reject_if_busy: bool = False
+    """Refuse the call rather than have it wait for others to end."""
     tools: list[dict[str, Any]] | None = None
     """Handed to the chat template."""
+    template_options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """More variables of the chat template."""
+
+
+class CountTokens(Frame):
+    """Say how many tokens the prompt of `request` has, through the chat template and with its tools. Its own id and
+    `credit` mean nothing, nothing is computed, and prompts longer than the context are counted too."""
+
+    id: int
+    request: Generate
+
+
+class Encode(Frame):
+    """Read each of `texts` whole, and give a row of numbers for it.
+
+    An encoder gives the text's vector, of length 1, with `pooling` or with the model's own; a classifier gives a
+    probability for each of its labels. A text that is longer than the model reads is cut, if `truncate`, else refused.
+    """
+
+    id: int
+    model: str
+    texts: list[str]
+    pooling: Pooling | None = None
+    truncate: bool = True
+    max_total_tokens: int | None = None
+    """Of all texts together, once they are cut; more are refused. None: any number."""
+    reject_if_busy: bool = False
+    """As in `Generate`."""
 
 
 class MoreDeltas(Frame):
@@ -131,7 +167,7 @@ class ModelLoaded(Frame):
     weights: str
     """How its weights are held: `float32`, `bfloat16`, `int8`, `int4`, or several of them."""
     kv: str
-    """How its keys and values are held."""
+    """How its keys and values are held; `none` if it has none."""
 
 
 class ModelFailed(Frame):
@@ -141,8 +177,15 @@ class ModelFailed(Frame):
     message: str
 
 
+class TokenCount(Frame):
+    """The prompt of the `CountTokens` `id` has `num_tokens` tokens."""
+
+    id: int
+    num_tokens: int
+
+
 class Started(Frame):
-    """The prompt of `id` is tokenized and accepted."""
+    """The prompt of `id` is tokenized and accepted; that of an `Encode` is all of its texts."""
 
     id: int
     num_prompt_tokens: int
@@ -181,6 +224,20 @@ class Done(Frame):
     usage: Usage
 
 
+class Encoded(Frame):
+    """The rows of the `Encode` `id`, one for each text, in order."""
+
+    id: int
+    rows: bytes
+    """float32, little-endian: N times `width` of them."""
+    width: int
+    usage: Usage
+    pooling: Pooling | None
+    """How the vectors were made; None: these are probabilities."""
+    labels: list[str]
+    """Of a classifier's columns; else empty."""
+
+
 class Failed(Frame):
     """`id` was refused or failed; `code` is a key of `edge.errors.BY_CODE`, `param` the input that is at fault."""
 
@@ -199,5 +256,5 @@ class Pong(Frame):
     num_running: int
 
 
-ToEngine = LoadModel | UnloadModel | Generate | MoreDeltas | Cancel | Ping
-ToNode = EngineReady | ModelLoaded | ModelFailed | Started | Delta | Done | Failed | Pong
+ToEngine = LoadModel | UnloadModel | Generate | CountTokens | Encode | MoreDeltas | Cancel | Ping
+ToNode = EngineReady | ModelLoaded | ModelFailed | TokenCount | Started | Delta | Done | Encoded | Failed | Pong

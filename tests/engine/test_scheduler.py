@@ -632,3 +632,22 @@ def test_random_traces(
     for number, others in engine.overtaken_by.items():
         if number not in engine.was_stalled:
             assert len(others) <= max_overtaken + arrivals_per_priority * 4
+
+
+def test_who_would_not_wait_is_refused_where_there_is_no_place_now() -> None:
+    scheduler = make(num_pages=4, max_running=2)
+    scheduler.add(sequence(1, 4), reject_if_busy=True)
+    scheduler.add(sequence(2, 8))  # there is a place for it, as far as anybody knows before the step
+    with pytest.raises(OutOfCapacity, match="busy with 2 requests, and rejectIfBusy was asked for"):
+        scheduler.add(sequence(3, 4), reject_if_busy=True)
+    run(scheduler)
+    for each in scheduler.running[:]:
+        scheduler.remove(each)
+    scheduler.add(sequence(4, 14))
+    scheduler.add(sequence(5, 8))
+    assert run(scheduler) == [(4, 14)]
+    scheduler.remove(scheduler.running[0])
+    with pytest.raises(OutOfCapacity):  # one was left without pages, though not all places are taken
+        scheduler.add(sequence(6, 4), reject_if_busy=True)
+    run(scheduler)
+    scheduler.add(sequence(7, 4), reject_if_busy=True)

@@ -203,6 +203,16 @@ def test_tools_are_handed_to_the_template(tiny_files: TokenizerFiles) -> None:
     assert tokenizer.encode_chat(messages, LIMIT, tools) == tokenizer.encode(json.dumps(tools) + "hi", LIMIT)
 
 
+def test_options_are_variables_of_the_template_but_do_not_replace_its_own(tiny_files: TokenizerFiles) -> None:
+    template = "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %}!{% endif %}"
+    tokenizer = changed(tiny_files, chat_template=template)
+    messages = [{"role": "user", "content": "hi"}]
+    options = {"enable_thinking": False, "messages": [], "unknown": 1}
+    assert tokenizer.render_chat(messages, options=options) == "hi!"
+    assert tokenizer.encode_chat(messages, LIMIT, options=options) == tokenizer.encode("hi!", LIMIT)
+    assert tokenizer.render_chat(messages) == "hi"
+
+
 def test_what_a_template_refuses_is_the_callers_error(tiny_files: TokenizerFiles) -> None:
     with pytest.raises(InvalidInput, match="refuses these messages: no tools here"):
         chat(tiny_files, tiny_models.TEMPLATE, role="tool")

@@ -10,13 +10,15 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_encoders
 import tiny_models
 from helpers import is_alive
+from msgspec.structs import replace
 
 from edge.config import EngineConfig, ModelOptions
 from edge.errors import (
@@ -26,10 +28,11 @@ from edge.errors import (
     OutOfCapacity,
     PromptTooLong,
     RequestTooLarge,
+    TextTooLong,
     UnknownModel,
     WeightsError,
 )
-from edge.frames import Delta, Done, Generate, Started, Usage
+from edge.frames import Delta, Done, Encode, Encoded, Generate, Started, Usage
 from edge.pool.local import EXIT_TIMEOUT_S, LocalPool
 
 HANG_S = 60
@@ -395,3 +398,70 @@ async def test_nothing_is_left_when_the_node_is_killed(folder: Path) -> None:
     node.kill()
     await node.communicate()
     await until_dead(pid)
+
+
+async def test_tokens_are_counted_through_the_chat_template_and_beyond_the_context(pool: LocalPool) -> None:
+    chat = tiny_models.request(messages=[{"role": "user", "content": "hello"}], prompt=None)
+    started = (await collect(pool, chat))[0]
+    assert isinstance(started, Started)
+    async with asyncio.timeout(HANG_S):
+        assert await pool.count_tokens(chat) == started.num_prompt_tokens == len("user: hello") + 3
+        assert await pool.count_tokens(tiny_models.request("x" * 5000)) == 5000
+        with pytest.raises(InvalidInput, match="no tools here"):
+            await pool.count_tokens(tiny_models.request(messages=[{"role": "tool", "content": ""}]))
+        with pytest.raises(UnknownModel, match="'other' is not installed"):
+            await pool.count_tokens(tiny_models.request(model="other"))
+    assert pool.status()["num_calls"] == 0
+
+
+async def test_texts_become_rows_beside_generation_and_each_task_has_its_models(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    encoder = tmp_path_factory.mktemp("encoder")
+    tiny_encoders.save(encoder)
+    usages: list[Usage] = []
+    async with running({"tiny": folder, "encoder": encoder}) as pool, asyncio.timeout(HANG_S):
+        generation = asyncio.create_task(collect(pool, tiny_models.request(max_tokens=200)))
+        started, *_, encoded = [
+            frame async for frame in pool.encode(Encode(0, "encoder", ["hello", "good world"]), usages.append)
+        ]
+        assert isinstance(started, Started)
+        assert isinstance(encoded, Encoded)
+        assert (len(encoded.rows), encoded.width, encoded.pooling, encoded.labels) == (2 * 24 * 4, 24, "mean", [])
+        assert usages[-1] == encoded.usage
+        assert (encoded.usage.input_tokens, started.num_prompt_tokens) == (7, 7)
+        assert isinstance((await generation)[-1], Done)
+        state = pool.status()["models"]["encoder"]
+        assert (state["state"], state["architecture"], state["context_length"]) == ("loaded", "bert", 40)
+        with pytest.raises(UnknownModel, match="'encoder' is for another task"):
+            await collect(pool, tiny_models.request(model="encoder"))
+        with pytest.raises(UnknownModel, match="'tiny' is for another task"):
+            await anext(pool.encode(Encode(0, "tiny", ["hello"])))
+        with pytest.raises(TextTooLong, match="more than the 40 tokens"):
+            await anext(pool.encode(Encode(0, "encoder", ["hello " * 50], truncate=False)))
+
+
+async def test_a_call_for_rows_that_is_left_is_cancelled(tmp_path_factory: pytest.TempPathFactory) -> None:
+    encoder = tmp_path_factory.mktemp("encoder")
+    tiny_encoders.save(encoder)
+    usages: list[Usage] = []
+    async with running({"encoder": encoder}) as pool, asyncio.timeout(HANG_S):
+        texts = ["hello world"] * 20_000
+        async with aclosing(pool.encode(Encode(0, "encoder", texts), usages.append)) as frames:
+            assert isinstance(await anext(frames), Started)
+        assert usages[-1].input_tokens < 4 * len(texts)
+        assert pool.status()["num_calls"] == 0
+        (*_, last) = [frame async for frame in pool.encode(Encode(0, "encoder", ["good"]))]
+        assert isinstance(last, Encoded)
+
+
+async def test_who_would_not_wait_is_refused_by_a_busy_engine(folder: Path) -> None:
+    async with running({"tiny": folder}, replace(CONFIG, max_batch_size=1)) as pool:
+        with pytest.raises(OutOfCapacity, match="not loaded yet, and rejectIfBusy"):
+            await collect(pool, tiny_models.request(reject_if_busy=True))
+        first = pool.generate(tiny_models.request(max_tokens=400, credit=1))
+        assert isinstance(await anext(first), Started)
+        with pytest.raises(OutOfCapacity, match="busy with 1 requests, and rejectIfBusy"):
+            await collect(pool, tiny_models.request(reject_if_busy=True))
+        await first.aclose()
+        assert text(await collect(pool, tiny_models.request(reject_if_busy=True)))

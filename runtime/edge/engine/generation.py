@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from edge.engine.loaded import LoadedModel
 from edge.engine.sampler import Choice, Mask, Row, Sampler
@@ -41,7 +42,9 @@ class Generation:
             PromptTooLong: prompt, or prompt and `max_tokens`, do not fit.
         """
         self.id = request.id
-        self.adapter = model.adapters.get(request.adapter) if request.adapter is not None else None
+        self.rejects_if_busy = request.reject_if_busy
+        folder = Path(request.adapter_folder) if request.adapter_folder is not None else None
+        self.adapter = model.adapters.get(request.adapter, folder) if request.adapter is not None else None
         self._stops = StopStrings(request.stop)
         if request.json_schema is not None and request.stop:
             raise InvalidInput(
@@ -52,7 +55,7 @@ class Generation:
         if request.max_tokens is not None and request.max_tokens < 1:
             raise InvalidInput(f"max_tokens is {request.max_tokens}, but must be at least 1", param="max_tokens")
         # Room for one token of the answer at least.
-        prompt = _prompt(request, model.tokenizer, model.max_length - 1)
+        prompt = prompt_tokens(request, model.tokenizer, model.max_length - 1)
         if not prompt:
             raise InvalidInput("the prompt is empty", param="prompt")
         if request.max_tokens is not None and len(prompt) + request.max_tokens > model.max_length:
@@ -164,15 +167,23 @@ def shares(total: int, weights: Numbers[int]) -> list[int]:
     return [end - start for start, end in itertools.pairwise(borders)]
 
 
-def _prompt(request: Generate, tokenizer: Tokenizer, max_tokens: int) -> list[int]:
+def prompt_tokens(request: Generate, tokenizer: Tokenizer, max_tokens: int) -> list[int]:
+    """The tokens of the prompt of `request`.
+
+    Raises:
+        InvalidInput: there is none, or the chat template refuses it.
+        PromptTooLong: there are more than `max_tokens`.
+    """
+    options = request.template_options
     if request.messages is not None:
-        return tokenizer.encode_chat(request.messages, max_tokens, tools=request.tools)
+        return tokenizer.encode_chat(request.messages, max_tokens, request.tools, options)
     if request.prompt is None:
         raise InvalidInput("there is neither `messages` nor `prompt`", param="prompt")
     # A model without a chat template was not trained on chats: it continues plain text.
     if request.raw or not tokenizer.has_chat_template:
         return tokenizer.encode(request.prompt, max_tokens)
-    return tokenizer.encode_chat([{"role": "user", "content": request.prompt}], max_tokens, tools=request.tools)
+    message = {"role": "user", "content": request.prompt}
+    return tokenizer.encode_chat([message], max_tokens, request.tools, options)
 
 
 def _token_logprob(tokenizer: Tokenizer, choice: Choice) -> TokenLogprob:

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from edge.engine.encoding import SLICE_US, Encoding, LoadedEncoder
 from edge.engine.generation import Generation, Growth, shares
 from edge.engine.kernels import Kernels
 from edge.engine.loaded import LoadedModel
@@ -31,12 +32,12 @@ from workers._wire import Cancel, Frame
 class Install:
     """From now on, run steps of `model`."""
 
-    model: LoadedModel
+    model: LoadedModel | LoadedEncoder
 
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """From now on, run no steps of the model named `model`; its generations fail."""
+    """From now on, run no steps of the model named `model`; its calls fail."""
 
     model: str
 
@@ -59,11 +60,22 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
+class SubmitTexts:
+    """Queue `encoding`, which was made for `model`."""
+
+    model: LoadedEncoder
+    encoding: Encoding
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the loop after the current step."""
 
 
-Command = Install | Remove | Upgrade | Submit | Cancel | MoreDeltas | Ping | Stop
+_MIN_SLICE_US = 2000
+"""A batch of texts gets so much of each turn at least."""
+
+Command = Install | Remove | Upgrade | Submit | SubmitTexts | Cancel | MoreDeltas | Ping | Stop
 
 
 class StepLoop:
@@ -74,6 +86,7 @@ class StepLoop:
         self._emit = emit
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._models: dict[str, LoadedModel] = {}
+        self._encoders: dict[str, LoadedEncoder] = {}
         self._generations: dict[int, tuple[LoadedModel, Generation]] = {}
 
     def post(self, command: Command) -> None:
@@ -84,12 +97,18 @@ class StepLoop:
         """The body of the loop's thread; returns after `Stop`."""
         while True:
             working = [model for model in self._models.values() if model.scheduler.has_work]
-            for command in self._commands(wait=not working):
+            encoding = [encoder for encoder in self._encoders.values() if encoder.has_work]
+            for command in self._commands(wait=not working and not encoding):
                 if isinstance(command, Stop):
                     return
                 self._do(command)
+            started_ns = time.perf_counter_ns()
             for model in working:
                 self._step(model)
+            # What others wait for as long as for their own steps, they hardly notice.
+            slice_us = (time.perf_counter_ns() - started_ns) / 1000 if working else SLICE_US
+            for encoder in encoding:
+                self._encode(encoder, max(slice_us / len(encoding), _MIN_SLICE_US))
 
     def _commands(self, *, wait: bool) -> list[Command]:
         commands = [self._inbox.get()] if wait else []
@@ -101,14 +120,20 @@ class StepLoop:
 
     def _do(self, command: Command) -> None:
         match command:
-            case Install(model):
+            case Install(LoadedEncoder() as encoder):
+                self._encoders[encoder.name] = encoder
+            case Install(LoadedModel() as model):
                 self._models[model.name] = model
+            case Remove(name) if name in self._encoders:
+                self._emit(self._encoders.pop(name).fail_all(_removed(name)))
             case Remove(name):
                 self._remove_model(self._models.pop(name))
             case Upgrade(model, decoder, kernels):
                 model.use(decoder, kernels)
             case Submit(model, generation):
                 self._submit(model, generation)
+            case SubmitTexts(encoder, encoding):
+                self._submit_texts(encoder, encoding)
             case MoreDeltas(id, num_deltas):
                 if id in self._generations:
                     self._generations[id][1].sequence.credit += num_deltas
@@ -117,17 +142,38 @@ class StepLoop:
                     _, generation = self._generations[id]
                     self._remove(generation)
                     self._emit([Done(id, "cancelled", generation.usage)])
+                else:
+                    self._emit([frame for encoder in self._encoders.values() for frame in encoder.cancel(id)])
             case Ping(number):
-                schedulers = [model.scheduler for model in self._models.values()]
-                self._emit(
-                    [Pong(number, sum(len(s.waiting) for s in schedulers), sum(len(s.running) for s in schedulers))]
-                )
+                self._emit([self._state(number)])
+
+    def _state(self, number: int) -> Pong:
+        schedulers, encoders = [model.scheduler for model in self._models.values()], self._encoders.values()
+        num_waiting = sum(len(each.waiting) for each in schedulers) + sum(each.num_waiting for each in encoders)
+        num_running = sum(len(each.running) for each in schedulers) + sum(each.num_running for each in encoders)
+        return Pong(number, num_waiting, num_running)
+
+    def _submit_texts(self, encoder: LoadedEncoder, encoding: Encoding) -> None:
+        try:
+            if self._encoders.get(encoder.name) is not encoder:
+                raise _removed(encoder.name)
+            self._emit(encoder.add(encoding))
+        except EdgeError as error:
+            self._emit([Failed(encoding.id, error.code, error.message, encoding.usage, error.param)])
+
+    def _encode(self, encoder: LoadedEncoder, slice_us: float) -> None:
+        try:
+            self._emit(encoder.advance(slice_us))
+        except Exception as error:  # whatever breaks ends the texts that wait, not the engine
+            traceback.print_exc(file=sys.stderr)
+            failure = EdgeError(f"the engine failed in a batch of texts: {type(error).__name__}: {error}")
+            self._emit(encoder.fail_all(failure))
 
     def _submit(self, model: LoadedModel, generation: Generation) -> None:
         try:
             if self._models.get(model.name) is not model:
-                raise _removed(model)
-            model.scheduler.add(generation.sequence)
+                raise _removed(model.name)
+            model.scheduler.add(generation.sequence, reject_if_busy=generation.rejects_if_busy)
         except EdgeError as error:
             self._emit([_failed(generation, error)])
             return
@@ -140,7 +186,7 @@ class StepLoop:
         orphans = [generation for owner, generation in self._generations.values() if owner is model]
         for generation in orphans:
             self._remove(generation)
-        self._emit([_failed(generation, _removed(model)) for generation in orphans])
+        self._emit([_failed(generation, _removed(model.name)) for generation in orphans])
 
     def _step(self, model: LoadedModel) -> None:
         started_ns = time.perf_counter_ns()
@@ -214,8 +260,8 @@ class _Broken:
     taints: bool
 
 
-def _removed(model: LoadedModel) -> UnknownModel:
-    return UnknownModel(f"model {model.name!r} was removed; `edge models list` shows those that are installed")
+def _removed(model: str) -> UnknownModel:
+    return UnknownModel(f"model {model!r} was removed; `edge models list` shows those that are installed")
 
 
 def _failed(generation: Generation, error: EdgeError) -> Failed:

@@ -76,22 +76,25 @@ class AdapterStore:
         self._loaded: OrderedDict[str, tuple[int, Adapter]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, name: str) -> Adapter:
-        """The adapter `name` as it is in its folder now.
+    def get(self, name: str, folder: Path | None = None) -> Adapter:
+        """The adapter `name` as it is in its folder now; that is `folder`, or of the model's own adapters.
 
         Raises:
             InvalidInput: there is none, or it cannot be used; the message says why.
         """
-        version = self._version(name)
+        if folder is None:
+            version, folder, key = self._version(name), self._folder / name, name
+        else:
+            version, key = _version_in(folder), str(folder)
         with self._lock:
-            loaded = self._loaded.get(name)
+            loaded = self._loaded.get(key)
             if loaded is not None and loaded[0] == version:
-                self._loaded.move_to_end(name)
+                self._loaded.move_to_end(key)
                 return loaded[1]
-        adapter = self._load(name, version)
+        adapter = self._load(folder.name, folder, version)
         with self._lock:
-            self._loaded[name] = (version, adapter)
-            self._loaded.move_to_end(name)
+            self._loaded[key] = (version, adapter)
+            self._loaded.move_to_end(key)
             if len(self._loaded) > MAX_LOADED:
                 self._loaded.popitem(last=False)  # calls that use it still hold it
         return adapter
@@ -100,8 +103,8 @@ class AdapterStore:
         """A number that is another one once another adapter has that name."""
         try:
             if _NAME.fullmatch(name):
-                return (self._folder / name / WEIGHTS_NAME).stat().st_ctime_ns
-        except OSError:
+                return _version_in(self._folder / name)
+        except InvalidInput:
             pass
         known = sorted(path.name for path in self._folder.iterdir()) if self._folder.is_dir() else []
         raise InvalidInput(
@@ -110,12 +113,19 @@ class AdapterStore:
             param="lora",
         )
 
-    def _load(self, name: str, version: int) -> Adapter:
+    def _load(self, name: str, folder: Path, version: int) -> Adapter:
         try:
-            return Adapter(name, read_adapter(self._folder / name, self._config), self._device, version)
+            return Adapter(name, read_adapter(folder, self._config), self._device, version)
         except WeightsError as error:
-            message = error.message.replace(f"{self._folder}{os.sep}", "")  # the caller need not know where it lies
+            message = error.message.replace(f"{folder.parent}{os.sep}", "")  # the caller need not know where it lies
             raise InvalidInput(message, param="lora") from error
+
+
+def _version_in(folder: Path) -> int:
+    try:
+        return (folder / WEIGHTS_NAME).stat().st_ctime_ns
+    except OSError as error:
+        raise InvalidInput("the adapter was removed", param="lora") from error
 
 
 class StepAdapters:

@@ -20,23 +20,29 @@ import traceback
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from msgspec.structs import replace
 
-from edge.config import EngineConfig
+from edge.config import EngineConfig, ModelOptions
 from edge.engine import kernels as native
 from edge.engine import runner
-from edge.engine.generation import Generation
+from edge.engine.encoder_tokenizer import EncoderTokenizer
+from edge.engine.encoding import Encoding, LoadedEncoder
+from edge.engine.generation import Generation, prompt_tokens
 from edge.engine.kernels import Kernels, KernelsUnavailable
 from edge.engine.loaded import LoadedModel
-from edge.engine.loop import Install, Remove, StepLoop, Submit, Upgrade
+from edge.engine.loop import Install, Remove, StepLoop, Submit, SubmitTexts, Upgrade
 from edge.engine.lora import AdapterStore
 from edge.engine.models.decoder import Decoder
+from edge.engine.models.encoder import Encoder
 from edge.engine.tokenizer import Tokenizer
 from edge.errors import ConfigError, EdgeError, OutOfCapacity, UnknownModel, WeightsError
 from edge.frames import (
+    CountTokens,
     Done,
+    Encode,
     EngineReady,
     Failed,
     Generate,
@@ -46,15 +52,21 @@ from edge.frames import (
     MoreDeltas,
     Ping,
     ToEngine,
+    TokenCount,
     UnloadModel,
     Usage,
 )
 from edge.weights.checkpoint import open_checkpoint
+from edge.weights.encoder_checkpoint import EncoderCheckpoint
+from edge.weights.encoder_facts import is_encoder
 from edge.weights.store import ADAPTERS_NAME
 from workers._wire import Cancel, Frame, FrameDecoder, encode
 
+M = TypeVar("M", LoadedModel, LoadedEncoder)
+
 READ_BYTES = 1 << 20
 NUM_TOKENIZER_THREADS = 2
+MAX_COUNTED_TOKENS = 1 << 24
 KERNELS_TIMEOUT_S = 0.5
 """How long the load of a model waits for the kernels: long enough to find compiled ones, but not to compile."""
 SWITCH_INTERVAL_S = 0.0005
@@ -113,7 +125,7 @@ class _Engine:
         self._config = config
         self._writer = writer
         self._event_loop = asyncio.get_running_loop()
-        self._models: dict[str, LoadedModel] = {}
+        self._models: dict[str, LoadedModel | LoadedEncoder] = {}
         self._paths: dict[str, str] = {}
         self._loaded: dict[str, ModelLoaded] = {}
         self._preparing: dict[int, _Preparing] = {}
@@ -123,6 +135,8 @@ class _Engine:
         self._loader = ThreadPoolExecutor(1, "load")
         self._tokenizers = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, "tokenize")
         self._compilers = ThreadPoolExecutor(1, "schema")
+        self._counters = ThreadPoolExecutor(1, "count")
+        self._readers = ThreadPoolExecutor(1, "texts")
         self._tasks: set[asyncio.Task[None]] = set()
         self._steps = StepLoop(self._send_from_loop)
         threading.Thread(target=self._run_steps, name="steps", daemon=True).start()
@@ -141,7 +155,8 @@ class _Engine:
         self._kernels = kernels
         async with self._load_lock:
             for model in self._models.values():
-                await self._upgrade(model, kernels)
+                if isinstance(model, LoadedModel):
+                    await self._upgrade(model, kernels)
 
     async def _upgrade(self, model: LoadedModel, kernels: Kernels) -> None:
         if model.runner.has_kernels or model.options.weights == "float32":
@@ -174,6 +189,12 @@ class _Engine:
                 self._spawn(self._unload(name))
             case Generate():
                 self._generate(frame)
+            case CountTokens(id, request):
+                if (model := self._admitted(id, request.model, LoadedModel)) is not None:
+                    self._spawn(self._count(id, request, model))
+            case Encode():
+                if (encoder := self._admitted(frame.id, frame.model, LoadedEncoder)) is not None:
+                    self._spawn(self._read_texts(frame, encoder))
             case MoreDeltas(id, num_deltas) if id in self._preparing:
                 self._preparing[id].credit += num_deltas
             case Cancel(id) if id in self._preparing:
@@ -182,27 +203,56 @@ class _Engine:
                 self._steps.post(frame)
 
     def _generate(self, request: Generate) -> None:
-        model = self._models.get(request.model)
-        if model is None:
-            self._refuse(request, UnknownModel(f"model {request.model!r} is not loaded in this engine"))
-        elif len(self._preparing) >= self._config.max_waiting:
-            self._refuse(
-                request, OutOfCapacity(f"{len(self._preparing)} prompts are waiting to be read; try again later")
-            )
-        else:
+        if (model := self._admitted(request.id, request.model, LoadedModel)) is not None:
             preparing = self._preparing[request.id] = _Preparing(request.credit)
             self._spawn(self._prepare(request, model, preparing))
+
+    def _admitted(self, id: int, name: str, kind: type[M]) -> M | None:
+        """The model `name`; None, and the request `id` is refused, if there is none or too many requests wait."""
+        model = self._models.get(name)
+        if not isinstance(model, kind):
+            why = "is not loaded in this engine" if model is None else "is for another task"
+            self._refuse(id, UnknownModel(f"model {name!r} {why}"))
+            return None
+        if len(self._preparing) >= self._config.max_waiting:
+            self._refuse(id, OutOfCapacity(f"{len(self._preparing)} prompts are waiting to be read; try again later"))
+            return None
+        return model
+
+    async def _read_texts(self, request: Encode, encoder: LoadedEncoder) -> None:
+        preparing = self._preparing[request.id] = _Preparing(0)
+        try:
+            encoding = await self._event_loop.run_in_executor(
+                self._readers, Encoding, request, encoder.tokenizer, encoder.encoder.config.pooling
+            )
+        except Exception as error:
+            self._refuse(request.id, _unreadable(error))
+            return
+        finally:
+            del self._preparing[request.id]
+        if preparing.cancelled:
+            self.send([Done(request.id, "cancelled", Usage())])
+            return
+        self._steps.post(SubmitTexts(encoder, encoding))
+
+    async def _count(self, id: int, request: Generate, model: LoadedModel) -> None:
+        self._preparing[id] = _Preparing(0)
+        try:
+            tokens = await self._event_loop.run_in_executor(
+                self._counters, prompt_tokens, request, model.tokenizer, MAX_COUNTED_TOKENS
+            )
+            self.send([TokenCount(id, len(tokens))])
+        except Exception as error:
+            self._refuse(id, _unreadable(error))
+        finally:
+            del self._preparing[id]
 
     async def _prepare(self, request: Generate, model: LoadedModel, preparing: _Preparing) -> None:
         reader = self._tokenizers if request.json_schema is None else self._compilers
         try:
             generation = await self._event_loop.run_in_executor(reader, Generation, request, model)
-        except EdgeError as error:
-            self._refuse(request, error)
-            return
-        except Exception as error:  # a prompt that breaks a tokenizer must not leave its caller without an answer
-            traceback.print_exc(file=sys.stderr)
-            self._refuse(request, EdgeError(f"the prompt cannot be read: {type(error).__name__}: {error}"))
+        except Exception as error:
+            self._refuse(request.id, _unreadable(error))
             return
         finally:
             del self._preparing[request.id]
@@ -212,8 +262,8 @@ class _Engine:
         generation.sequence.credit = preparing.credit
         self._steps.post(Submit(model, generation))
 
-    def _refuse(self, request: Generate, error: EdgeError) -> None:
-        self.send([Failed(request.id, error.code, error.message, Usage(), error.param)])
+    def _refuse(self, id: int, error: EdgeError) -> None:
+        self.send([Failed(id, error.code, error.message, Usage(), error.param)])
 
     async def _load(self, request: LoadModel) -> None:
         async with self._load_lock:  # a model that is asked for twice is loaded once
@@ -256,6 +306,14 @@ class _Engine:
             os._exit(1)  # without its loop the process would look alive and answer nobody
 
 
+def _unreadable(error: Exception) -> EdgeError:
+    """What to tell the caller: a prompt that breaks a tokenizer must not leave them without an answer."""
+    if isinstance(error, EdgeError):
+        return error
+    traceback.print_exception(error, file=sys.stderr)
+    return EdgeError(f"the prompt cannot be read: {type(error).__name__}: {error}")
+
+
 class _Preparing:
     """What arrived for a request while its prompt was being tokenized."""
 
@@ -264,9 +322,14 @@ class _Preparing:
         self.cancelled = False
 
 
-def _load(request: LoadModel, config: EngineConfig, kernels: Kernels | None) -> tuple[LoadedModel, ModelLoaded]:
+def _load(
+    request: LoadModel, config: EngineConfig, kernels: Kernels | None
+) -> tuple[LoadedModel | LoadedEncoder, ModelLoaded]:
     started = time.perf_counter()
     path, options = Path(request.path), request.options
+    if is_encoder(path):
+        encoder, loaded = _load_encoder(request.model, path, options, config)
+        return encoder, replace(loaded, load_ms=round((time.perf_counter() - started) * 1000))
     checkpoint = open_checkpoint(path)
     tokenizer = Tokenizer(checkpoint.tokenizer_files())
     device = torch.device(config.device)
@@ -298,6 +361,33 @@ def _load(request: LoadModel, config: EngineConfig, kernels: Kernels | None) -> 
         kv=running.cache.format,
     )
     return model, loaded
+
+
+def _load_encoder(
+    name: str, path: Path, options: ModelOptions, config: EngineConfig
+) -> tuple[LoadedEncoder, ModelLoaded]:
+    checkpoint = EncoderCheckpoint(path)
+    device = torch.device(config.device)
+    is_half = options.weights == "bfloat16" or (options.weights == "auto" and device.type != "cpu")
+    dtype = torch.bfloat16 if is_half else torch.float32
+    encoder = Encoder(checkpoint, dtype=dtype, device=device)
+    tokenizer = EncoderTokenizer(checkpoint.tokenizer_json(), encoder.config.max_tokens)
+    if tokenizer.num_tokens > encoder.config.vocab_size:
+        raise WeightsError(
+            f"{path}: the tokenizer has {tokenizer.num_tokens} tokens but the model only {encoder.config.vocab_size}; "
+            "they do not belong together"
+        )
+    loaded = ModelLoaded(
+        model=name,
+        architecture=checkpoint.architecture,
+        context_length=encoder.config.max_tokens,
+        num_parameters=encoder.num_parameters,
+        size_bytes=checkpoint.size_bytes,
+        load_ms=0,
+        weights=str(dtype).removeprefix("torch."),
+        kv="none",
+    )
+    return LoadedEncoder(name, encoder, tokenizer, config.max_waiting), loaded
 
 
 def _load_decoder(path: Path, model: LoadedModel, kernels: Kernels) -> Decoder:

@@ -131,6 +131,8 @@ class Scheduler:
         """By rank."""
         self.running: list[Sequence] = []
         """By rank."""
+        self._has_left_some = False
+        """Whether the last step had no place for somebody."""
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -142,12 +144,18 @@ class Scheduler:
         """Whether `schedule` would find anything to compute."""
         return any(sequence.credit > 0 for queue in (self.running, self.waiting) for sequence in queue)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence, *, reject_if_busy: bool = False) -> None:
         """Queue a new sequence.
 
         Raises:
-            OutOfCapacity: too many are waiting.
+            OutOfCapacity: too many are waiting; with `reject_if_busy` also if it would have to wait for others to end.
         """
+        num_sequences = len(self.running) + len(self.waiting)
+        if reject_if_busy and (num_sequences >= self._max_running or (self.waiting and self._has_left_some)):
+            raise OutOfCapacity(
+                f"the model is busy with {num_sequences} requests, and rejectIfBusy was asked for; try again later",
+                retry_after_s=1,
+            )
         if len(self.waiting) >= self._max_waiting:
             raise OutOfCapacity(
                 f"{len(self.waiting)} requests are waiting for this model, which is the limit "
@@ -184,6 +192,7 @@ class Scheduler:
         self._grow()
         while self._admit():
             pass
+        self._has_left_some = bool(self.waiting)
         return self._plan()
 
     def computed(self, chunk: Chunk, num_accepted: int = 0) -> None:

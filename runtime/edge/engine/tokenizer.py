@@ -16,11 +16,11 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
@@ -97,7 +97,11 @@ class Tokenizer:
         return _within(ids, max_tokens)
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], max_tokens: int, tools: list[dict[str, Any]] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        max_tokens: int,
+        tools: list[dict[str, Any]] | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
         """Token ids of `messages` through the chat template, up to where the assistant's answer starts.
 
@@ -106,10 +110,18 @@ class Tokenizer:
             PromptTooLong: there are more than `max_tokens`; the message has both numbers.
         """
         # The template writes BOS itself, where the model wants one.
-        return _within(self._encode(self.render_chat(messages, tools), max_tokens, special=False), max_tokens)
+        text = self.render_chat(messages, tools, options)
+        return _within(self._encode(text, max_tokens, special=False), max_tokens)
 
-    def render_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """`messages`, and `tools` where the template knows them, as the text that the model was trained on.
+
+        `options` are more of the template's variables; those that it gets anyway go before them.
 
         Raises:
             InvalidInput: there is no template, or it refuses the messages.
@@ -118,14 +130,14 @@ class Tokenizer:
             raise InvalidInput(
                 "this model has no chat template; send `prompt` with `raw: true` instead of messages", param="messages"
             )
-        return _render(
-            self._template,
-            messages=messages,
-            tools=tools,
-            add_generation_prompt=True,
-            bos_token=self._files.bos_token,
-            eos_token=self._files.eos_token,
-        )
+        ours = {
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": True,
+            "bos_token": self._files.bos_token,
+            "eos_token": self._files.eos_token,
+        }
+        return _render(self._template, {**options, **ours})
 
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`, without special tokens."""
@@ -398,11 +410,11 @@ def _compile(source: str) -> jinja2.Template:
         raise WeightsError(f"the chat template cannot be compiled: {error}") from error
 
 
-def _render(template: jinja2.Template, **values: Any) -> str:
+def _render(template: jinja2.Template, values: Mapping[str, Any]) -> str:
     pieces, num_chars = [], 0
     try:
         with _time_limit(RENDER_TIMEOUT_S):
-            for piece in template.generate(**values):
+            for piece in template.generate(values):
                 num_chars += len(piece)
                 if num_chars > MAX_RENDERED_CHARS:
                     raise _Refused(f"the rendered text is over the limit of {MAX_RENDERED_CHARS} characters")

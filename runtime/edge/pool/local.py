@@ -22,6 +22,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,11 @@ from edge.errors import (
     WeightsError,
 )
 from edge.frames import (
+    CountTokens,
     Delta,
     Done,
+    Encode,
+    Encoded,
     EngineReady,
     Failed,
     Generate,
@@ -51,6 +55,7 @@ from edge.frames import (
     Ping,
     Pong,
     Started,
+    TokenCount,
     ToNode,
     UnloadModel,
 )
@@ -78,6 +83,12 @@ MAX_ATTEMPTS = 2
 MAX_UNSENT_BYTES = 64 << 20
 """While more waits to be read by the engine, calls are refused."""
 READ_BYTES = 1 << 20
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "edge.engine")
+"""What an engine is started with, before what it is told; `bench wire` measures with one that answers at once."""
+
+_Request = Generate | Encode | CountTokens
+_Reply = Started | Delta | Done | Encoded | TokenCount | Failed
+_LAST = (Done, Encoded, TokenCount)
 
 _SHUTTING_DOWN = "the engine is not running: the node is shutting down"
 
@@ -150,7 +161,7 @@ class LocalPool:
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
 
-    async def generate(
+    def generate(
         self, request: Generate, on_usage: OnUsage = lambda usage: None
     ) -> AsyncGenerator[Started | Delta | Done, None]:
         """The frames of one generation; see `edge.pool.base.Pool`.
@@ -163,13 +174,33 @@ class LocalPool:
             RequestTooLarge: the request does not fit into a frame.
             EdgeError: as the protocol says.
         """
+        credit = max(1, request.credit)
+        return self._call(request.model, msgspec.structs.replace(request, credit=credit), credit, on_usage)
+
+    def encode(
+        self, request: Encode, on_usage: OnUsage = lambda usage: None
+    ) -> AsyncGenerator[Started | Delta | Encoded, None]:
+        """The frames of one `Encode`; see `edge.pool.base.Pool`. The same is raised as by `generate`."""
+        return self._call(request.model, request, 1, on_usage)
+
+    async def count_tokens(self, request: Generate) -> int:
+        """The tokens of a prompt; see `edge.pool.base.Pool`. The same is raised as by `generate`."""
+        async with aclosing(self._call(request.model, CountTokens(0, request), 1, lambda usage: None)) as replies:
+            count: TokenCount = await anext(replies)
+        return count.num_tokens
+
+    async def _call(self, model: str, request: _Request, credit: int, on_usage: OnUsage) -> AsyncGenerator[Any, None]:
+        """The replies to `request`, which gets an id of its own, up to the last one."""
         for _ in range(MAX_ATTEMPTS):
-            engine = await self._ready(request.model)
+            if _rejects_if_busy(request) and self._engine_with(model) is None:
+                raise OutOfCapacity(
+                    f"model {model!r} is not loaded yet, and rejectIfBusy was asked for; try again later",
+                    retry_after_s=5,
+                )
+            engine = await self._ready(model)
             self._next_id += 1
             call = engine.open(
-                msgspec.structs.replace(request, id=self._next_id, credit=max(1, request.credit)),
-                self._config.max_waiting,
-                on_usage,
+                msgspec.structs.replace(request, id=self._next_id), credit, self._config.max_waiting, on_usage
             )
             try:
                 while (frame := await call.read()) is not None:
@@ -177,7 +208,7 @@ class LocalPool:
                         error = BY_CODE.get(frame.code, EdgeError)
                         raise error(frame.message, retry_after_s=1 if error.retryable else None, param=frame.param)
                     yield frame
-                    if isinstance(frame, Done):
+                    if isinstance(frame, _LAST):
                         return
             finally:
                 await engine.leave(call)
@@ -276,7 +307,7 @@ class LocalPool:
                 # Its parent-death signal follows the thread that starts it: the event loop's, which lives as long.
                 # In a session of its own, it does not get the Ctrl-C of the terminal: the node decides when it ends.
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-P", "-m", "edge.engine"),
+                    *ENGINE_COMMAND,
                     *(str(theirs.fileno()), str(os.getpid()), str(self._cache_dir)),
                     msgspec.json.encode(self._config).decode(),
                     pass_fds=[theirs.fileno()],
@@ -314,7 +345,7 @@ class LocalPool:
     def _receive(self, engine: _Engine, frame: Frame) -> None:
         engine.num_missed_pings = 0
         match frame:
-            case Delta() | Started() | Done() | Failed():
+            case Delta() | Started() | Done() | Encoded() | TokenCount() | Failed():
                 engine.deliver(frame)
             case EngineReady():
                 engine.ready = frame
@@ -373,7 +404,7 @@ class _Engine:
             self.loading.discard(name)
             self.send(UnloadModel(name))
 
-    def open(self, request: Generate, max_waiting: int, on_usage: OnUsage) -> _Call:
+    def open(self, request: _Request, credit: int, max_waiting: int, on_usage: OnUsage) -> _Call:
         """Send `request`, unless so much is under way already that an engine that hangs would fill this process."""
         num_waiting = sum(not call.is_started for call in self.calls.values())
         if num_waiting >= max_waiting or self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
@@ -386,10 +417,10 @@ class _Engine:
         except FrameError as error:
             raise RequestTooLarge(f"the prompt is too long to be handed to the engine: {error}") from error
         self._writer.write(data)
-        call = self.calls[request.id] = _Call(self, request.id, request.credit, on_usage)
+        call = self.calls[request.id] = _Call(self, request.id, credit, on_usage)
         return call
 
-    def deliver(self, frame: Started | Delta | Done | Failed) -> None:
+    def deliver(self, frame: _Reply) -> None:
         """Hand `frame` to its call; frames that were under way when the call was left are dropped."""
         if (call := self.calls.get(frame.id)) is not None:
             call.deliver(frame)
@@ -399,7 +430,8 @@ class _Engine:
         if not call.over.is_set():
             self.send(Cancel(call.id))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(call.over.wait(), CANCEL_TIMEOUT_S)
+                async with asyncio.timeout(CANCEL_TIMEOUT_S):
+                    await call.over.wait()
         self.calls.pop(call.id, None)
 
     def model_status(self, name: str) -> dict[str, Any]:
@@ -446,37 +478,37 @@ class _Engine:
 
 
 class _Call:
-    """One generation in an engine: what has arrived for it and was not read yet, by its one reader."""
+    """One call in an engine: what has arrived for it and was not read yet, by its one reader."""
 
     def __init__(self, engine: _Engine, id: int, credit: int, on_usage: OnUsage) -> None:
         self.id = id
         self.is_started = False
         self.over = asyncio.Event()
         """Set when nothing more will come."""
-        self._frames: deque[Started | Delta | Done | Failed | None] = deque()
+        self._frames: deque[_Reply | None] = deque()
         self._reader: asyncio.Future[None] | None = None
         self._engine = engine
         self._on_usage = on_usage
         self._batch = -(-credit // 2)
         self._num_read = 0
 
-    def deliver(self, frame: Started | Delta | Done | Failed | None) -> None:
+    def deliver(self, frame: _Reply | None) -> None:
         """Queue `frame` for the reader, who may never read it: the usage in it counts at once. None: no more engine."""
         match frame:
             case Delta(usage=usage):
                 self._on_usage(usage)
             case Started():
                 self.is_started = True
-            case Done(usage=usage) | Failed(usage=usage):
+            case Done(usage=usage) | Encoded(usage=usage) | Failed(usage=usage):
                 self._on_usage(usage)
                 self.over.set()
-            case None:
+            case TokenCount() | None:
                 self.over.set()
         self._frames.append(frame)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    async def read(self) -> Started | Delta | Done | Failed | None:
+    async def read(self) -> _Reply | None:
         """The next frame; None when there is no more engine. Deltas that wait for a slow reader become one.
 
         Asking for the next one says that there is room again for those before it.
@@ -506,6 +538,10 @@ class _Call:
         if self._num_read >= self._batch:
             self._engine.send(MoreDeltas(self.id, self._num_read))
             self._num_read = 0
+
+
+def _rejects_if_busy(request: _Request) -> bool:
+    return not isinstance(request, CountTokens) and request.reject_if_busy
 
 
 def _lost(reason: str, *, retry_after_s: int = 1) -> EngineLost:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from edge.errors import WeightsError
+from edge.weights.encoder_facts import ENCODERS, encoder_task, max_text_tokens
 from edge.weights.folder import (
     CODES,
     MAX_JSON_BYTES,
@@ -39,6 +40,8 @@ class Facts:
     context_length: int
     num_parameters: int
     task: str
+    dimensions: int | None = None
+    """Numbers in a vector of a model for embeddings, if it says so."""
     title: str = ""
     license: str = ""
 
@@ -73,13 +76,20 @@ def _of_folder(folder: Path) -> Facts:
     classes = config.get("architectures")
     first = _text(classes[0]) if isinstance(classes, list) and classes else ""
     generates = first.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel"))
+    architecture = _text(config.get("model_type"))
+    task, context = "text-generation" if generates else "text-embeddings", config.get("max_position_embeddings")
+    dimensions = None
+    if architecture in ENCODERS:
+        task, context = encoder_task(folder, config), max_text_tokens(folder, config)
+        dimensions = config.get("hidden_size", config.get("dim")) if task == "text-embeddings" else None
+    elif isinstance(text_config, dict):
+        context = text_config.get("max_position_embeddings")
     return Facts(
-        architecture=_text(config.get("model_type")),
-        context_length=_context(
-            (text_config if isinstance(text_config, dict) else config).get("max_position_embeddings"), file
-        ),
+        architecture=architecture,
+        context_length=_context(context, file),
         num_parameters=sum(_count_parameters(shard, quantization) for shard in find_shards(folder)),
-        task="text-generation" if generates else "text-embeddings",
+        task=task,
+        dimensions=dimensions if type(dimensions) is int and dimensions > 0 else None,
         title=_text(config.get("_name_or_path")).rpartition("/")[2],
     )
 

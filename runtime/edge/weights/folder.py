@@ -15,6 +15,8 @@ from edge.errors import WeightsError
 
 MAX_JSON_BYTES = 64 << 20
 
+HEAD_FILE = "classification_head.safetensors"
+"""A classifier over the vectors of the encoder beside it: `weight` (L, C) and `bias` (L,)."""
 CODES, SCALES, MINIMUMS = ".codes", ".scales", ".minimums"
 """What follows a matrix's name in the names of the three tensors that a quantized one is stored as."""
 
@@ -43,14 +45,15 @@ class _Index(msgspec.Struct):
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """The safetensors files of the model: those that its index names, else `model.safetensors`, else all there are.
+    """The safetensors files of the model: those that its index names, else `model.safetensors`, else all there are,
+    but for a classifier's head.
 
     Raises:
         WeightsError: there are none, or the index is broken or names a file that is not in the folder.
     """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index.is_file():
-        shards = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+        shards = [single] if single.is_file() else sorted(set(folder.glob("*.safetensors")) - {folder / HEAD_FILE})
         if not shards:
             raise WeightsError(f"{folder}: has no weights; a model folder needs config.json and *.safetensors")
         return shards

@@ -41,6 +41,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     license: str = ""
     description: str = ""
     task: str = "text-generation"
+    dimensions: Count | None = None
+    """Numbers in a vector, if it makes some and that is known."""
     created_at: Annotated[datetime, msgspec.Meta(tz=True)]
 
     @classmethod

@@ -280,6 +280,7 @@ class ModelStore:
             license=facts.license or fetched.license,
             description=re.sub(r"[-_\s]+", " ", title).strip(),
             task=facts.task,
+            dimensions=facts.dimensions,
             created_at=datetime.now(UTC).replace(microsecond=0),
         )
         finished = staging / "finished"
