@@ -69,7 +69,7 @@ def test_an_unknown_command_names_the_nearest() -> None:
         (["models", "install", "x"], "edge models add"),
         (["models", "ls"], "edge models list"),
         (["models", "lsit"], "edge models list"),
-        (["serve"], "edge dev"),
+        (["start"], "edge dev"),
         (["new", "x"], "edge init"),
     ],
 )

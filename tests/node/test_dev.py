@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,44 +13,7 @@ from helpers import EDGE, wait_for
 from msgspec.structs import replace
 
 from edge.config import AiConfig, Config, EngineConfig, IsolatesConfig
-from edge.errors import PortInUse, UsageError
-from edge.node.access import Access
-from edge.node.dev import _listen, _log_access, _only_at_start, _public_address
-
-
-def close(sockets: list[socket.socket]) -> None:
-    for each in sockets:
-        each.close()
-
-
-def test_localhost_is_every_loopback_address_on_one_port() -> None:
-    sockets = _listen("localhost", 0)
-    try:
-        assert len({each.getsockname()[1] for each in sockets}) == 1
-        assert {each.getsockname()[0] for each in sockets} <= {"127.0.0.1", "::1"}
-        host, port = _public_address(sockets)
-        assert host == "localhost"
-        with socket.create_connection(("127.0.0.1", port)):
-            pass
-    finally:
-        close(sockets)
-
-
-def test_a_port_in_use_names_the_way_out() -> None:
-    taken = _listen("127.0.0.1", 0)
-    port = taken[0].getsockname()[1]
-    try:
-        with pytest.raises(PortInUse, match=rf"port {port} on 127.0.0.1 is in use.*edge dev --port {port + 1}"):
-            _listen("127.0.0.1", port)
-    finally:
-        close(taken)
-
-
-def test_an_address_that_is_not_here() -> None:
-    with pytest.raises(UsageError, match=r"cannot listen on 192\.0\.2\.1:0.*"):
-        _listen("192.0.2.1", 0)
-    with pytest.raises(UsageError, match=r"cannot listen on no such host"):
-        _listen("no such host", 0)
+from edge.node.dev import _only_at_start
 
 
 def test_what_only_a_new_start_takes_over_is_named(tmp_path: Path) -> None:
@@ -142,19 +103,3 @@ def test_an_answer_without_end_is_cut_at_the_end_without_noise(project: Path, ed
     server.stop()
     assert "/forever 200, cut short" in server.output
     assert "Traceback" not in server.output
-
-
-@pytest.mark.parametrize(("soft", "hard", "raised"), [(64, 200, 200), (100, 100, 100)])
-def test_the_limit_of_descriptors_is_raised_as_far_as_it_may(soft: int, hard: int, raised: int) -> None:
-    code = (
-        f"import resource as r; r.setrlimit(r.RLIMIT_NOFILE, ({soft}, {hard}))\n"
-        "from edge.node.dev import _raise_descriptor_limit; _raise_descriptor_limit()\n"
-        "print(r.getrlimit(r.RLIMIT_NOFILE))"
-    )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output == f"({raised}, {hard})\n"
-
-
-def test_what_clients_send_does_not_reach_the_terminal_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    _log_access(Access("GET", "/\x1b[2J\nGET /admin", 404, True, 1.2, "no route for /\x1b[2J"))
-    assert capsys.readouterr().err == "GET /�[2J�GET /admin 404 (1 ms)  no route for /�[2J\n"

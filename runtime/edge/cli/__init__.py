@@ -18,12 +18,15 @@ from edge.errors import EdgeError
 COMMANDS = {
     "init": "Make a new worker: a handler, its configuration and a test.",
     "dev": "Run workers on this machine, reloading on save.",
+    "serve": "Serve workers and the API to others, with tokens.",
+    "tokens": "Create, list and revoke the tokens of the API.",
     "models": "List, add and remove models.",
     "kv": "Read and write KV namespaces.",
     "d1": "Run SQL and migrations on D1 databases.",
     "r2": "Read and write R2 buckets.",
     "usage": "Show the latest model calls, newest first.",
     "bill": "Show what model calls cost, at list price before free allocations.",
+    "errors": "Show the errors of the API, or what one CODE means.",
     "doctor": "Check that this machine has what is needed.",
 }
 """Name (also that of the module and of the command in it) to the one line that `edge --help` shows."""
@@ -33,7 +36,6 @@ _OTHER_WORDS = {
     "create": "init",
     "new": "init",
     "run": "dev",
-    "serve": "dev",
     "start": "dev",
     "ls": "list",
     "download": "add",

@@ -75,6 +75,11 @@ def _print(made: Bill) -> None:
         Column("input_tokens", "Input"),
         Column("cached_input_tokens", "Cached", drop=1),
         Column("output_tokens", "Output"),
+        *(
+            [Column("discount", "Batch discount")]
+            if any(line.batch_discount.pico_dollars for line in made.lines)
+            else []
+        ),
         Column("neurons", "Neurons", drop=2),
         Column("usd_exact", "USD exact"),
         Column("usd", "USD"),
@@ -114,6 +119,7 @@ def _for_people(line: Line, by: str) -> dict[str, Any]:
         "input_tokens": tokens.input_tokens,
         "cached_input_tokens": tokens.cached_input_tokens,
         "output_tokens": tokens.output_tokens,
+        "discount": dollars(line.batch_discount.pico_dollars),
     }
     if line.is_unpriced:
         return row | {"neurons": "unpriced", "usd_exact": "unpriced", "usd": "unpriced"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from msgspec.structs import replace
 
-from edge.cli.options import read_config, state_dir_option
+from edge.cli.options import configs_option, read_config, state_dir_option
 from edge.config import Config
 from edge.errors import UsageError
 
@@ -18,16 +18,7 @@ from edge.errors import UsageError
 @click.option("--no-reload", is_flag=True, help="Do not watch the files.")
 @click.option("--insecure-no-sandbox", is_flag=True, help="Let handlers do whatever this user can.")
 @click.option("-v", "--verbose", is_flag=True, help="Show debug messages.")
-@click.option(
-    "-c",
-    "--config",
-    "config_paths",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    multiple=True,
-    help="The configuration file; else the first found from here upwards. With several, HTTP reaches the worker of the "
-    "first, and the others are for its service bindings and queues.",
-)
+@configs_option
 @state_dir_option
 def dev(
     port: int | None,
@@ -42,7 +33,7 @@ def dev(
 
     Serves the worker of the configuration file together with the REST API of its account. Stops with Ctrl-C.
     """
-    configs = _read_configs(config_paths, state_dir, insecure_no_sandbox)
+    configs = read_configs(config_paths, state_dir, insecure_no_sandbox)
 
     import logging
 
@@ -59,7 +50,7 @@ def dev(
     )
 
 
-def _read_configs(paths: tuple[Path, ...], state_dir: Path | None, insecure_no_sandbox: bool) -> list[Config]:
+def read_configs(paths: tuple[Path, ...], state_dir: Path | None, insecure_no_sandbox: bool) -> list[Config]:
     """The configurations; what concerns the node as a whole is that of the first.
 
     Raises:

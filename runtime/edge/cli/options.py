@@ -28,6 +28,20 @@ def config_options(command: F) -> F:
     return config_option(state_dir_option(command))
 
 
+def configs_option(command: F) -> F:
+    """Add `--config`, as often as there are workers; the command gets it as `config_paths`."""
+    return click.option(
+        "-c",
+        "--config",
+        "config_paths",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        multiple=True,
+        help="The configuration file; else the first found from here upwards. With several, HTTP reaches the worker of "
+        "the first, and the others are for its service bindings and queues.",
+    )(command)
+
+
 def state_dir_option(command: F) -> F:
     """Add `--state-dir`; the command gets it as `state_dir`."""
     return click.option(
