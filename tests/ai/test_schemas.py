@@ -5,8 +5,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from edge.ai import schemas
+from edge.ai.completions import COMPLETION, read_completion
+from edge.ai.fields import Ignored, Table, object_schema
+from edge.ai.response_bodies import RESPONSE, read_response
 from edge.errors import EdgeError, InvalidInput, InvalidJson
 from edge.frames import Sampling
 
@@ -90,7 +94,7 @@ def test_what_real_clients_send_is_accepted() -> None:
     ]
     assert schemas.native({"messages": messages, **careless}).messages == expected
     assert schemas.chat({"model": "m", "messages": messages, **careless}).request.messages == expected
-    assert schemas.native({"prompt": "x", "temperature": 1e-08}).sampling.temperature == 1e-08
+    assert schemas.native({"prompt": "x", "temperature": 1e-08}).sampling.temperature == 0
     assert schemas.native({"prompt": "x", "repetition_penalty": 0}).sampling.repetition_penalty is None
 
 
@@ -175,12 +179,11 @@ def test_what_is_not_there_is_refused_and_not_ignored(key: str, value: Any) -> N
             parse({"model": "m", "messages": HI, key: value})
 
 
-def test_what_only_one_dialect_has() -> None:
+def test_what_only_one_dialect_has_and_what_both_have() -> None:
     for key, value in (("logprobs", True), ("n", 2)):
         with pytest.raises(InvalidInput, match=rf"\$\.{key} is .*not supported yet"):
             schemas.native({"prompt": "hi", key: value})
-    with pytest.raises(InvalidInput, match=r"\$\.lora is .*not supported yet"):
-        schemas.chat({"model": "m", "messages": HI, "lora": "mine"})
+    assert schemas.chat({"model": "m", "messages": HI, "lora": "mine"}).request.adapter == "mine"
     assert schemas.native({"prompt": "hi", "lora": "mine"}).adapter == "mine"
 
 
@@ -381,3 +384,90 @@ def test_any_message_is_valid_or_refused_as_an_input(messages: Any) -> None:
     except EdgeError as error:
         refusal = error
     assert refusal is None or refusal.status == 400
+
+
+# -- the tables and their JSON Schemas ---------------------------------------------------------------------
+
+TABLES = [
+    (schemas.native, schemas.NATIVE, {"prompt": "hi"}, Draft202012Validator(schemas.native_schema())),
+    (schemas.chat, schemas.CHAT, {"model": "m", "messages": HI}, Draft202012Validator(schemas.chat_schema())),
+    (read_completion, COMPLETION, {"model": "m", "prompt": "hi"}, Draft202012Validator(object_schema(COMPLETION))),
+    (read_response, RESPONSE, {"model": "m", "input": "hi"}, Draft202012Validator(object_schema(RESPONSE))),
+]
+WRONG = [True, 0.5, -1e300, "", "x" * 2000, [], [[{}]], {}, {"type": "x"}, {"x": "y"}]
+
+
+@pytest.mark.parametrize(("parse", "table", "valid", "validator"), TABLES)
+def test_every_field_of_a_table_refuses_what_its_schema_does(
+    parse: Any, table: Table, valid: dict[str, Any], validator: Draft202012Validator
+) -> None:
+    validator.check_schema(validator.schema)
+    assert validator.is_valid(valid)
+    for key, field in table.items():
+        assert field.description, key
+        if isinstance(field, Ignored):
+            continue
+        wrong = [value for value in WRONG if not Draft202012Validator(field.schema()).is_valid(value)]
+        assert wrong, key
+        for value in wrong:
+            body = {key: value} if key in ("prompt", "messages") else {**valid, key: value}
+            assert not validator.is_valid(body)
+            with pytest.raises(InvalidInput, match=rf"\$\.{key}\b"):
+                parse(body)
+
+
+@given(st.sampled_from(TABLES), st.dictionaries(known_keys, json_values), st.booleans())
+def test_what_is_accepted_fits_the_schema(case: Any, body: dict[str, Any], is_valid_otherwise: bool) -> None:
+    parse, _table, valid, validator = case
+    body = {**valid, **body} if is_valid_otherwise else body
+    try:
+        parse(body)
+    except EdgeError:
+        return
+    validator.validate(body)
+
+
+# -- tools and reasoning in chat bodies --------------------------------------------------------------------
+
+F, G = ({"type": "function", "function": {"name": name}} for name in "fg")
+
+
+@pytest.mark.parametrize(
+    ("choice", "offered", "form"),
+    [
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [G]}}, ["g"], "tools"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [G]}}, ["g"], "call"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}, ["f"], "tools"),
+        ({"type": "function", "name": "f"}, ["f", "g"], "call"),
+    ],
+)
+def test_allowed_tools_and_flat_choices(choice: Any, offered: list[str], form: str) -> None:
+    request = schemas.chat({"model": "m", "messages": HI, "tools": [F, G], "tool_choice": choice}).request
+    assert ([tool["function"]["name"] for tool in request.tools or []], request.form) == (offered, form)
+
+
+def test_a_tool_that_is_allowed_must_be_there() -> None:
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "h"}]}
+    with pytest.raises(InvalidInput, match=r'\$\.tool_choice\.tools is "h", must be one of tools: f or g'):
+        schemas.chat({"model": "m", "messages": HI, "tools": [F, G], "tool_choice": choice})
+
+
+def test_without_parallel_tool_calls_the_answer_ends_after_the_first_one() -> None:
+    body = {"model": "m", "messages": HI, "stop": "x"}
+    assert schemas.chat({**body, "tools": [F], "parallel_tool_calls": False}).request.stop == ["x", "</tool_call>"]
+    assert schemas.chat({**body, "tools": [F], "parallel_tool_calls": None}).request.stop == ["x"]
+    assert schemas.chat({**body, "parallel_tool_calls": False}).request.stop == ["x"]
+
+
+def test_reasoning_is_for_the_chat_template() -> None:
+    def options(**body: Any) -> dict[str, Any]:
+        return schemas.chat({"model": "m", "messages": HI, **body}).request.template_options
+
+    assert options() == {}
+    assert options(reasoning_effort="low") == {"reasoning_effort": "low"}
+    assert options(reasoning_effort=None) == options(reasoning_effort="none") == {"enable_thinking": False}
+    both = options(reasoning_effort=None, chat_template_kwargs={"enable_thinking": True, "x": [1]})
+    assert both == {"enable_thinking": True, "x": [1]}
+    for key in ("messages", "tools", "bos_token", "not an identifier", "1"):
+        with pytest.raises(InvalidInput, match=r"is no variable that can be set"):
+            options(chat_template_kwargs={key: 1})

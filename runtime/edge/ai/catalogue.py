@@ -6,31 +6,69 @@ This module knows nothing about weights, engines or HTTP.
 from __future__ import annotations
 
 import difflib
+import re
 import uuid
 from collections.abc import Iterable, Mapping
-from datetime import UTC
-from decimal import Decimal
-from typing import Any
 
 import msgspec
 
-from edge.billing.prices import Price, PriceBook, dollars
-from edge.errors import UnknownModel
+from edge.billing.prices import Price, PriceBook
+from edge.errors import InvalidModelId, UnknownModel
 from edge.weights.manifest import DEFAULT_NAME, DEFAULT_SPEC, Manifest
 
 TEXT_GENERATION = "text-generation"
+TEXT_EMBEDDINGS = "text-embeddings"
+TEXT_CLASSIFICATION = "text-classification"
 
-_TASKS = {
-    TEXT_GENERATION: {
-        "id": "c329a1f9-323d-4e91-b2aa-582dd4188d34",
-        "name": "Text Generation",
-        "description": "Family of generative text models, such as large language models (LLM).",
-    }
-}
 _IDS = uuid.UUID("7b1c1d3e-5a0c-5b52-9a63-0f6e3c1f6a11")
-"""Namespace of the catalogue's own ids: the same model has the same id on every node."""
+"""Namespace of the catalogue's own ids: the same thing has the same id on every node."""
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What models are for, as Workers AI names it."""
+
+    id: str
+    name: str
+    description: str
+
+
+def stable_id(name: str) -> str:
+    """The id of what has no published one."""
+    return str(uuid.uuid5(_IDS, name))
+
+
+def _task(name: str, description: str, id: str = "") -> Task:
+    return Task(id or stable_id(f"task {name}"), name, description)
+
+
+TASKS = {
+    TEXT_GENERATION: _task(
+        "Text Generation",
+        "Family of generative text models, such as large language models (LLM).",
+        "c329a1f9-323d-4e91-b2aa-582dd4188d34",
+    ),
+    TEXT_EMBEDDINGS: _task(
+        "Text Embeddings",
+        "Models that turn texts into vectors, which are near each other where the texts are alike.",
+        "0137cdcf-162a-4108-94f2-1ca59e8c65ee",
+    ),
+    TEXT_CLASSIFICATION: _task("Text Classification", "Models that sort texts into classes."),
+    "translation": _task("Translation", "Models that translate texts."),
+    "summarization": _task("Summarization", "Models that shorten texts."),
+    "automatic-speech-recognition": _task("Automatic Speech Recognition", "Models that write down what is said."),
+    "text-to-speech": _task("Text-to-Speech", "Models that read texts aloud."),
+    "text-to-image": _task("Text-to-Image", "Models that draw texts.", "3d6e1f35-341b-4915-a6c8-9a7142a9033a"),
+    "image-to-text": _task("Image-to-Text", "Models that say what a picture shows."),
+    "image-classification": _task("Image Classification", "Models that sort pictures into classes."),
+    "object-detection": _task("Object Detection", "Models that find things in pictures."),
+    "dumb-pipe": _task("Dumb Pipe", "Models that are handed their input as it is, such as turn detection."),
+}
+"""All tasks of Workers AI by the name that manifests have them under."""
+SERVED = frozenset({TEXT_GENERATION, TEXT_EMBEDDINGS, TEXT_CLASSIFICATION})
+"""Tasks whose models can be called here."""
 _MAX_SHOWN = 5
 _MAX_ID_CHARS = 200
+_ID = re.compile(r"@(cf|hf)/[^/\s]+/[^/\s]+|[^@\s][^\s]*")
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -46,6 +84,11 @@ class Model(msgspec.Struct, frozen=True):
         """`meta` of `@cf/meta/llama`; installed names have no author of their own."""
         parts = self.id.split("/")
         return parts[1] if len(parts) == 3 else "local"
+
+    @property
+    def source(self) -> int:
+        """Workers AI's number of the catalogue that the id is of: 2 is `@hf`, 1 is any other."""
+        return 2 if self.id.startswith("@hf/") else 1
 
 
 class Catalogue:
@@ -69,34 +112,57 @@ class Catalogue:
             id: Model(id, manifests[name], self.prices.price(id, name)) for id, name in sorted(served.items())
         }
 
-    def resolve(self, id: str) -> Model:
-        """The model that callers call `id`.
+    @property
+    def known_ids(self) -> frozenset[str]:
+        """Ids of models that are installed, have a stand-in or have a price: others mean nothing in a configuration."""
+        return frozenset((*self._models, *self._stand_ins, *self.prices.prices))
+
+    def resolve(self, id: str, *tasks: str) -> Model:
+        """The model that callers call `id`, and that is for one of `tasks`, if any are given.
 
         Raises:
+            InvalidModelId: no model could have that id.
             UnknownModel: there is none; the message names the nearest ones and how to add one.
         """
         model = self._models.get(id)
+        if model is None and not _ID.fullmatch(id):
+            raise InvalidModelId(
+                f"{_shortened(id)!r} cannot be the id of a model: those are @cf/AUTHOR/NAME, @hf/AUTHOR/NAME and the "
+                "names of installed models (`edge models list`)",
+                param="model",
+            )
         if model is None:
             raise UnknownModel(self._why_unknown(id), param="model")
-        if model.manifest.task not in _TASKS:
+        task = model.manifest.task
+        if task not in SERVED:
             raise UnknownModel(
-                f"model {id!r} is for the task {model.manifest.task!r}, which is not supported yet; "
+                f"model {id!r} is for the task {task!r}, which is not supported yet; "
                 "`edge models list` shows the task of each",
+                param="model",
+            )
+        if tasks and task not in tasks:
+            wanted = " or ".join(TASKS[each].name for each in tasks)
+            others = [each.id for each in self.models() if each.manifest.task in tasks][:_MAX_SHOWN]
+            raise UnknownModel(
+                f"model {id!r} is for {TASKS[task].name}, and this is a call for {wanted}: "
+                + (f"use {' or '.join(others)}" if others else "no model for that is installed"),
                 param="model",
             )
         return model
 
-    def models(self, *, search: str = "", task: str = "", author: str = "") -> list[Model]:
-        """The models whose id contains `search`, of that task (name, id or slug) and author; empty: of any.
+    def models(self, *, search: str = "", task: str = "", author: str = "", source: int | None = None) -> list[Model]:
+        """The models that can be called and whose id contains `search`, of that task, author and source.
 
-        Case does not matter.
+        A task is a name, an id or a slug. What is empty or None does not choose, and case does not matter.
         """
         return [
             model
             for model in self._models.values()
-            if search.lower() in model.id.lower()
+            if model.manifest.task in SERVED
+            and search.lower() in model.id.lower()
             and author.lower() in ("", model.author.lower())
             and task.lower() in ("", *_task_names(model.manifest.task))
+            and source in (None, model.source)
         ]
 
     def _why_unknown(self, id: str) -> str:
@@ -106,7 +172,7 @@ class Catalogue:
                 f"model {id!r} is served by {stand_in!r} ([ai.models] in the configuration), which is not installed. "
                 f"Install it: edge models add {DEFAULT_SPEC if stand_in == DEFAULT_NAME else 'SPEC'}"
             )
-        shown = id if len(id) <= _MAX_ID_CHARS else id[:_MAX_ID_CHARS] + "…"
+        shown = _shortened(id)
         if not self._models:
             return f"no model {shown!r}: none is installed. The small default model: edge models add {DEFAULT_SPEC}"
         ways = "See `edge models list`; add one with `edge models add SPEC`"
@@ -130,46 +196,9 @@ class Catalogue:
         return f"there are {', '.join(known_ids[:_MAX_SHOWN])}{more}."
 
 
-def catalogue_item(model: Model, prices: PriceBook) -> dict[str, Any]:
-    """`model` in the shape of Workers AI's `models/search`. Dollars are exact `Decimal`s, to be sent as numbers."""
-    manifest = model.manifest
-    created_at = manifest.created_at.astimezone(UTC)
-    description = manifest.description
-    if model.id != manifest.name:
-        description = f"{description} (served here by {manifest.name})".strip()
-    return {
-        "id": str(uuid.uuid5(_IDS, model.id)),
-        "source": 2 if model.id.startswith("@hf/") else 1,
-        "name": model.id,
-        "description": description,
-        "task": _TASKS.get(manifest.task, {"id": "", "name": manifest.task, "description": ""}),
-        "created_at": f"{created_at:%Y-%m-%d %H:%M:%S}.{created_at.microsecond // 1000:03d}",
-        "tags": [],
-        "properties": _properties(model, prices),
-    }
+def _task_names(slug: str) -> tuple[str, ...]:
+    return slug, TASKS[slug].name.lower(), TASKS[slug].id
 
 
-def _properties(model: Model, prices: PriceBook) -> list[dict[str, Any]]:
-    properties: list[dict[str, Any]] = [{"property_id": "context_window", "value": str(model.manifest.context_length)}]
-    if model.price is not None:
-        per_million = {
-            "per M input tokens": model.price.input,
-            "per M cached input tokens": model.price.cached_input,
-            "per M output tokens": model.price.output,
-        }
-        value = [
-            {"unit": unit, "price": _dollars_per_million(price, prices), "currency": "USD"}
-            for unit, price in per_million.items()
-            if price is not None
-        ]
-        properties.append({"property_id": "price", "value": value})
-    return properties
-
-
-def _dollars_per_million(micro_neurons_per_token: int, prices: PriceBook) -> Decimal:
-    return Decimal(dollars(micro_neurons_per_token * 10**6 * prices.pico_dollars_per_micro_neuron))
-
-
-def _task_names(task: str) -> tuple[str, ...]:
-    known = _TASKS.get(task, {"id": task, "name": task})
-    return task.lower(), known["name"].lower(), known["id"]
+def _shortened(id: str) -> str:
+    return id if len(id) <= _MAX_ID_CHARS else id[:_MAX_ID_CHARS] + "…"

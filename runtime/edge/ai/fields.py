@@ -1,5 +1,21 @@
-"""Reads the fields of a body by hand, so that everything that is wrong with it is said at once, each with its path.
+"""The fields of a body, declared in one table from which both their validation and their JSON Schema come.
 
+A table maps keys to fields, in the order in which they are told of:
+
+    CONTEXT = ObjectOf("", table={"text": String("The text.", required=True)}, required=True)
+    RERANK: Table = {
+        "query": String("What to look for.", required=True),
+        "contexts": ListOf("The texts to rank.", item=CONTEXT, max_items=100),
+        "top_k": Integer("How many of them to return.", low=1, high=100),
+    }
+    fields = Fields(inputs, "inputs", RERANK)
+    query, top_k = fields["query"], fields["top_k"]  # valid, or the default if absent, null or wrong
+    if top_k is not None and ...:  # rules between fields are code
+        fields.problem("$.top_k", "is more than there are contexts")
+    fields.raise_problems()  # everything that is wrong, at once; fields that nobody read are checked here
+
+`object_schema(RERANK)` is its JSON Schema. Unknown keys are let through: say `Unsupported` for what must not be, and
+`Ignored` for what is known to have no effect. What no kind of field can say is `Custom`: a function and its schema.
 This module knows nothing about what the fields mean.
 """
 
@@ -8,6 +24,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -18,41 +35,72 @@ MAX_DEPTH = 64
 """Levels of objects and lists in a value that is handed on as it came."""
 _MAX_PROBLEMS = 20
 _MAX_SHOWN_CHARS = 60
+_MAX_COMPARED = 100
+"""Keys that are looked at for one that is misspelt."""
 
 Harmless = Callable[[Any], bool]
 """Whether a value asks for nothing, so that the key may be there."""
+EMPTY: tuple[Any, ...] = (False, 0, "", [], {})
+"""Values that ask for nothing."""
+
+
+# -- reading -----------------------------------------------------------------------------------------------
 
 
 class Fields:
     """Reads the fields of one object and gathers what is wrong with them. A null is as good as an absent key."""
 
-    def __init__(self, value: Any, what: str) -> None:
+    def __init__(self, value: Any, what: str, table: Table | None = None) -> None:
         if not isinstance(value, dict):
             raise InvalidJson(f"{what} must be a JSON object, not {shown(value)}")
         self._values = value
+        self._table = table or {}
+        self._read: dict[str, Any] = {}
         self._problems: list[tuple[str, str]] = []
+
+    def __getitem__(self, key: str) -> Any:
+        """The value of `key` as its field in the table reads it."""
+        if key not in self._read:
+            self._read[key] = self.read(self._table[key], f"$.{key}", self._values.get(key))
+        return self._read[key]
+
+    def __contains__(self, key: str) -> bool:
+        """Whether `key` is there, if only with null."""
+        return key in self._values
 
     def get(self, key: str) -> Any:
         """The value of `key`, as it came."""
         return self._values.get(key)
 
+    def read(self, field: Field, path: str, value: Any) -> Any:
+        """The `value` at `path` as `field` reads it; what is wrong with it becomes problems."""
+        if value is not None:
+            return field.read(self, path, value)
+        if field.required:
+            self.problem(path, "is missing")
+        return field.default
+
     def nearest(self, key: str) -> str:
         """A hint if one of the keys that are there may be a misspelt `key`; else empty."""
-        close = difflib.get_close_matches(
-            key, [name for name in map(str, self._values) if len(name) < 2 * len(key)], n=1
-        )
+        names = [str(name) for name in islice(self._values, _MAX_COMPARED)]
+        close = difflib.get_close_matches(key, [name for name in names if len(name) < 2 * len(key)], n=1)
         return f" ({close[0]} is not {key})" if close else ""
 
     def problem(self, path: str, text: str) -> None:
         """Note that what is at `path` is wrong."""
         self._problems.append((path, text))
         if len(self._problems) == _MAX_PROBLEMS:  # a body of megabytes can hold millions
-            self.raise_problems()
+            self._refuse()
 
     def raise_problems(self) -> None:
-        """Raise `InvalidInput` with all problems, if there are any."""
-        if not self._problems:
-            return
+        """Raise `InvalidInput` with all problems, if there are any, also with fields that were not read."""
+        for key, field in self._table.items():
+            if key in self._values or field.required:
+                self[key]
+        if self._problems:
+            self._refuse()
+
+    def _refuse(self) -> None:
         texts = [f"{path} {text}" for path, text in self._problems]
         if len(texts) == _MAX_PROBLEMS:
             texts.append("and perhaps more")
@@ -62,15 +110,15 @@ class Fields:
         """Note that `value` at `path` is none of `allowed`."""
         self.problem(path, f"is {shown(value)}, must be {allowed}")
 
-    def refuse_unsupported(self, features: Mapping[str, Harmless]) -> None:
-        """Refuse each of `features` that is asked for."""
-        self.refuse_in(self._values, "$", features)
+    def unsupported(self, path: str, value: Any) -> None:
+        """Note that `value` at `path` asks for what is not there."""
+        self.problem(path, f"is {shown(value)}, which is not supported yet: leave it out")
 
     def refuse_in(self, values: dict[str, Any], path: str, features: Mapping[str, Harmless]) -> None:
         """Refuse each of `features` that is asked for in `values` at `path`."""
         for key, is_harmless in features.items():
             if key in values and not is_harmless(values[key]):
-                self.problem(f"{path}.{key}", f"is {shown(values[key])}, which is not supported yet: leave it out")
+                self.unsupported(f"{path}.{key}", values[key])
 
     def json_text(self, path: str, value: Any, max_chars: int) -> str | None:
         """`value` as JSON; None, and a problem, if it is longer than `max_chars` or nested deeper than `MAX_DEPTH`."""
@@ -87,41 +135,269 @@ class Fields:
             return None
         return text
 
-    def boolean(self, key: str) -> bool:
-        """True or false; false by default."""
-        value = self.get(key)
-        if value is not None and not isinstance(value, bool):
-            self.wrong(f"$.{key}", value, "true or false")
-        return value is True
 
-    def string(self, key: str) -> str | None:
-        """A string that is not empty."""
-        value = self.get(key)
-        if value is None or (isinstance(value, str) and value and is_unicode(value)):
+# -- kinds of fields ---------------------------------------------------------------------------------------
+
+
+class Field(msgspec.Struct, frozen=True):
+    """What a key may hold. `default` is its value if it is absent, null or wrong."""
+
+    description: str
+    default: Any = None
+    required: bool = False
+
+    def read(self, fields: Fields, path: str, value: Any) -> Any:
+        """The `value`, which is not None, if it is right; else the default, and problems of `fields`."""
+        raise NotImplementedError
+
+    def json_type(self) -> dict[str, Any]:
+        """The JSON Schema of what is right, without description, default and null."""
+        raise NotImplementedError
+
+    def schema(self, *, can_be_null: bool = True) -> dict[str, Any]:
+        """The JSON Schema of the field. What is not required may be null, unless `can_be_null` is false."""
+        schema = nullable(self.json_type()) if can_be_null and not self.required else self.json_type()
+        if self.description:
+            schema = {"description": self.description, **schema}
+        return schema if self.default in (None, []) else {**schema, "default": self.default}
+
+
+Table = Mapping[str, Field]
+"""The fields of an object by key."""
+
+
+class Boolean(Field, frozen=True):
+    """True or false; false by default."""
+
+    default: Any = False
+
+    def read(self, fields: Fields, path: str, value: Any) -> Any:
+        """True or false."""
+        if isinstance(value, bool):
             return value
-        self.wrong(f"$.{key}", value, "a string of at least one character")
+        fields.wrong(path, value, "true or false")
+        return bool(self.default)
+
+    def json_type(self) -> dict[str, Any]:
+        """Its JSON Schema."""
+        return {"type": "boolean"}
+
+
+class String(Field, frozen=True, kw_only=True):
+    """A string that is not empty."""
+
+    max_chars: int | None = None
+
+    def read(self, fields: Fields, path: str, value: Any) -> Any:
+        """The string."""
+        limit = math.inf if self.max_chars is None else self.max_chars
+        if isinstance(value, str) and 0 < len(value) <= limit and is_unicode(value):
+            return value
+        span = "at least one character" if self.max_chars is None else f"1 to {self.max_chars} characters"
+        fields.wrong(path, value, f"a string of {span}")
         return None
 
-    def number(self, key: str, low: float, high: float, default: Any = None) -> Any:
-        """A number from `low` to `high` as a float, else `default`."""
-        value = self.get(key)
-        if value is None:
-            return default
-        if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
-            return float(value)
-        self.wrong(f"$.{key}", value, f"a number from {low:g} to {high:g}")
-        return default
+    def json_type(self) -> dict[str, Any]:
+        """Its JSON Schema."""
+        longest = {} if self.max_chars is None else {"maxLength": self.max_chars}
+        return {"type": "string", "minLength": 1, **longest}
 
-    def integer(self, key: str, low: int, high: int) -> int | None:
-        """An integer from `low` to `high`; 3.0 is one too, as in JSON Schema."""
-        value = self.get(key)
-        if value is None:
+
+class Strings(Field, frozen=True, kw_only=True):
+    """A string that is not empty, or a list of some, which is what it is read as."""
+
+    max_items: int
+    max_chars: int
+
+    def read(self, fields: Fields, path: str, value: Any) -> Any:
+        """The strings."""
+        strings = [value] if isinstance(value, str) else value
+        if not isinstance(strings, list) or not 0 < len(strings) <= self.max_items:
+            fields.wrong(path, value, f"a string or a list of 1 to {self.max_items} strings")
             return None
+        item = String("", max_chars=self.max_chars)
+        for i, string in enumerate(strings):
+            item.read(fields, path if isinstance(value, str) else f"{path}[{i}]", string)
+        return strings
+
+    def json_type(self) -> dict[str, Any]:
+        """Its JSON Schema."""
+        item = String("", max_chars=self.max_chars).json_type()
+        return {"anyOf": [item, {"type": "array", "items": item, "minItems": 1, "maxItems": self.max_items}]}
+
+
+class Choice(Field, frozen=True, kw_only=True):
+    """One of some words."""
+
+    values: tuple[str, ...]
+
+    def read(self, fields: Fields, path: str, value: Any) -> Any:
+        """The word."""
+        if isinstance(value, str) and value in self.values:
+            return value
+        fields.wrong(path, value, " or ".join(f'"{each}"' for each in self.values))
+        return self.default
+
+    def json_type(self) -> dict[str, Any]:
+        """Its JSON Schema."""
+        return {"type": "string", "enum": list(self.values)}
+
+
+class Number(Field, frozen=True, kw_only=True):
+    """A number from `low` to `high`, read as a float."""
+
+    low: float
+    high: float
+
+    def read(self, fields: Fields, path: str, value: Any) -> Any:
+        """The number."""
+        if isinstance(value, int | float) and not isinstance(value, bool) and self.low <= value <= self.high:
+            return float(value)
+        fields.wrong(path, value, f"a number from {self.low:g} to {self.high:g}")
+        return self.default
+
+    def json_type(self) -> dict[str, Any]:
+        """Its JSON Schema."""
+        return {"type": "number", "minimum": self.low, "maximum": self.high}
+
+
+class Integer(Field, frozen=True, kw_only=True):
+    """An integer from `low` to `high`; 3.0 is one too, as in JSON Schema."""
+
+    low: int
+    high: int
+
+    def read(self, fields: Fields, path: str, value: Any) -> Any:
+        """The integer."""
         is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-        if is_whole and not isinstance(value, bool) and low <= value <= high:
+        if is_whole and not isinstance(value, bool) and self.low <= value <= self.high:
             return int(value)
-        self.wrong(f"$.{key}", value, f"an integer from {low} to {high}")
+        fields.wrong(path, value, f"an integer from {self.low} to {self.high}")
+        return self.default
+
+    def json_type(self) -> dict[str, Any]:
+        """Its JSON Schema."""
+        return {"type": "integer", "minimum": self.low, "maximum": self.high}
+
+
+class ListOf(Field, frozen=True, kw_only=True):
+    """A list of `min_items` to `max_items` items."""
+
+    item: Field
+    max_items: int
+    min_items: int = 1
+
+    def read(self, fields: Fields, path: str, value: Any) -> Any:
+        """The items."""
+        if not isinstance(value, list) or not self.min_items <= len(value) <= self.max_items:
+            fields.wrong(path, value, f"a list of {self.min_items} to {self.max_items}")
+            return self.default
+        return [fields.read(self.item, f"{path}[{i}]", each) for i, each in enumerate(value)]
+
+    def json_type(self) -> dict[str, Any]:
+        """Its JSON Schema."""
+        items = self.item.schema()
+        return {"type": "array", "items": items, "minItems": self.min_items, "maxItems": self.max_items}
+
+
+class ObjectOf(Field, frozen=True, kw_only=True):
+    """An object with the fields of `table`."""
+
+    table: Table
+
+    def read(self, fields: Fields, path: str, value: Any) -> Any:
+        """The values by key."""
+        if isinstance(value, dict):
+            return {key: fields.read(field, f"{path}.{key}", value.get(key)) for key, field in self.table.items()}
+        fields.wrong(path, value, "an object")
+        return self.default
+
+    def json_type(self) -> dict[str, Any]:
+        """Its JSON Schema."""
+        return object_schema(self.table)
+
+
+class Custom(Field, frozen=True, kw_only=True):
+    """What `reader(fields, path, value)` makes of it, or the value as it came; `json` is what the reader accepts."""
+
+    json: dict[str, Any]
+    reader: Callable[[Fields, str, Any], Any] | None = None
+
+    def read(self, fields: Fields, path: str, value: Any) -> Any:
+        """What the reader makes of it."""
+        return value if self.reader is None else self.reader(fields, path, value)
+
+    def json_type(self) -> dict[str, Any]:
+        """Its JSON Schema."""
+        return self.json
+
+
+class Ignored(Field, frozen=True):
+    """Anything: it has no effect."""
+
+    def read(self, fields: Fields, path: str, value: Any) -> Any:
+        """Nothing."""
         return None
+
+    def json_type(self) -> dict[str, Any]:
+        """Its JSON Schema."""
+        return {}
+
+
+class Unsupported(Field, frozen=True, kw_only=True):
+    """What is not there, so that only values that do not ask for it may be sent."""
+
+    harmless: tuple[Any, ...] = EMPTY
+
+    def read(self, fields: Fields, path: str, value: Any) -> Any:
+        """Nothing."""
+        if not any(each == value and isinstance(each, bool) == isinstance(value, bool) for each in self.harmless):
+            fields.unsupported(path, value)
+
+    def json_type(self) -> dict[str, Any]:
+        """Its JSON Schema."""
+        return {"enum": list(self.harmless)}
+
+
+# -- JSON Schema -------------------------------------------------------------------------------------------
+
+
+def object_schema(table: Table) -> dict[str, Any]:
+    """The JSON Schema of an object with the fields of `table`."""
+    required = [key for key, field in table.items() if field.required]
+    return {
+        "type": "object",
+        "properties": {key: field.schema() for key, field in table.items()},
+        **({"required": required} if required else {}),
+    }
+
+
+def variants_schema(table: Table, titles: Mapping[str, str]) -> dict[str, Any]:
+    """The JSON Schema of an object with the fields of `table`, exactly one of the keys of `titles` among them."""
+    variants = []
+    for key, title in titles.items():
+        fields = {name: field.schema() for name, field in table.items() if name == key or name not in titles}
+        variants.append(
+            {"title": title, "properties": {**fields, key: table[key].schema(can_be_null=False)}, "required": [key]}
+        )
+    return {**object_schema(table), "oneOf": variants}
+
+
+def nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    """`schema`, of which null is an instance, too."""
+    if not schema:
+        return {}
+    if "anyOf" in schema:
+        return {**schema, "anyOf": [*schema["anyOf"], {"type": "null"}]}
+    nulled = dict(schema)
+    if "enum" in schema:
+        nulled["enum"] = [*schema["enum"], None]
+    if isinstance(schema.get("type"), str):
+        nulled["type"] = [schema["type"], "null"]
+    return nulled if nulled.keys() & {"enum", "type"} else {"anyOf": [schema, {"type": "null"}]}
+
+
+# -- values ------------------------------------------------------------------------------------------------
 
 
 def is_deep(value: Any) -> bool:

@@ -9,15 +9,34 @@ This module knows nothing about HTTP, models or tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
-from edge.ai.fields import Fields, Harmless, is_unicode, shown
+from edge.ai.fields import (
+    Boolean,
+    Choice,
+    Custom,
+    Fields,
+    Ignored,
+    Integer,
+    Number,
+    ObjectOf,
+    String,
+    Table,
+    Unsupported,
+    is_unicode,
+    nullable,
+    object_schema,
+    shown,
+    variants_schema,
+)
 from edge.ai.json_schema import closed
-from edge.ai.messages import read_messages
-from edge.ai.tools import Offer, call_schema, read_tools
+from edge.ai.messages import MAX_MESSAGES, read_messages
+from edge.ai.tool_calls import HermesCalls
+from edge.ai.tools import MAX_TOOLS, Offer, call_schema, read_tools
 from edge.frames import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_SCHEMA_CHARS, MAX_STOP_CHARS, MAX_STOPS, Sampling
 
 DEFAULT_MAX_TOKENS = 256
@@ -25,6 +44,8 @@ DEFAULT_MAX_TOKENS = 256
 MAX_CHOICES = 8
 _DEFAULT_TEMPERATURE = 0.6
 _OPENAI_DEFAULT_TEMPERATURE = 1.0
+_MIN_TEMPERATURE = 1e-5
+"""Less is 0: some clients send 1e-8 for it, and logits are divided by it."""
 _INT32_MAX = 2**31 - 1
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 _MAX_OPENAI_STOPS = 4
@@ -54,6 +75,8 @@ class TextGeneration(msgspec.Struct, frozen=True, kw_only=True):
     num_choices: int = 1
     include_usage: bool = False
     """In the OpenAI dialect: one more chunk with the usage."""
+    template_options: dict[str, Any] = {}
+    """More variables of the chat template, such as `enable_thinking`."""
 
 
 class ChatBody(msgspec.Struct, frozen=True):
@@ -70,37 +93,30 @@ def native(inputs: Any) -> TextGeneration:
         InvalidJson: they are no object.
         InvalidInput: all that is wrong with them.
     """
-    fields = Fields(inputs, "inputs")
-    fields.refuse_unsupported(_UNSUPPORTED | _UNSUPPORTED_NATIVE)
-    prompt, messages = fields.string("prompt"), read_messages(fields, _ROLES)
+    fields = Fields(inputs, "inputs", NATIVE)
+    prompt, messages = fields["prompt"], fields["messages"]
     if (fields.get("prompt") is None) == (fields.get("messages") is None):
         given = "both are given" if fields.get("prompt") is not None else f"there is neither{fields.nearest('prompt')}"
         fields.problem("$", f"needs either prompt or messages: {given}")
-    raw = fields.boolean("raw")
+    raw = fields["raw"]
     if raw and prompt is None:
         fields.problem("$.raw", "is true, which needs prompt: messages always go through the chat template")
     offer = read_tools(fields)
     if raw and offer.tools:
         fields.problem("$.tools", "need the chat template, which raw leaves out")
-    form, json_schema = _form(fields, offer)
+    form, json_schema = form_of(fields, offer, json_mode(fields))
     request = TextGeneration(
         messages=messages,
         prompt=prompt,
         raw=raw,
-        sampling=Sampling(
-            temperature=fields.number("temperature", 0, 5, default=_DEFAULT_TEMPERATURE),
-            top_p=fields.number("top_p", 0.001, 1),
-            top_k=fields.integer("top_k", 1, 50),
-            seed=fields.integer("seed", 1, 9_999_999_999),
-            **_common_sampling(fields),
-        ),
-        max_tokens=_max_tokens(fields) or DEFAULT_MAX_TOKENS,
-        stop=_stop(fields, MAX_STOPS),
-        stream=fields.boolean("stream"),
+        sampling=sampling(fields),
+        max_tokens=_max_tokens(fields),
+        stop=fields["stop"],
+        stream=fields["stream"],
         form=form,
         json_schema=json_schema,
-        tools=_for_template(offer),
-        adapter=_adapter(fields),
+        tools=for_template(offer),
+        adapter=fields["lora"],
     )
     fields.raise_problems()
     return request
@@ -113,140 +129,75 @@ def chat(body: Any) -> ChatBody:
         InvalidJson: it is no object.
         InvalidInput: all that is wrong with it.
     """
-    fields = Fields(body, "the body")
-    fields.refuse_unsupported(_UNSUPPORTED | _UNSUPPORTED_CHAT)
-    model = fields.string("model")
-    for key in ("model", "messages"):
-        if fields.get(key) is None:
-            fields.problem(f"$.{key}", "is missing")
-    stream = fields.boolean("stream")
+    fields = Fields(body, "the body", CHAT)
+    model, messages = fields["model"], fields["messages"]
     offer = read_tools(fields)
-    form, json_schema = _form(fields, offer)
+    form, json_schema = form_of(fields, offer, json_mode(fields))
     request = TextGeneration(
-        messages=read_messages(fields, {**_ROLES, "developer": "system"}),
+        messages=messages,
         prompt=None,
         raw=False,
-        sampling=Sampling(
-            temperature=fields.number("temperature", 0, 2, default=_OPENAI_DEFAULT_TEMPERATURE),
-            top_p=fields.number("top_p", 0, 1),
-            top_k=fields.integer("top_k", 1, _INT32_MAX),
-            seed=fields.integer("seed", _INT64_MIN, _INT64_MAX),
-            logprobs=_logprobs(fields),
-            **_common_sampling(fields),
-        ),
+        sampling=sampling(fields, logprobs=_logprobs(fields)),
         max_tokens=_max_tokens(fields),
-        stop=_stop(fields, _MAX_OPENAI_STOPS),
-        stream=stream,
+        stop=[*fields["stop"], *single_call_stop(fields, form)],
+        stream=fields["stream"],
         form=form,
         json_schema=json_schema,
-        tools=_for_template(offer),
-        num_choices=fields.integer("n", 1, MAX_CHOICES) or 1,
-        include_usage=_include_usage(fields, stream),
+        tools=for_template(offer),
+        adapter=fields["lora"],
+        num_choices=fields["n"],
+        include_usage=include_usage(fields),
+        template_options=template_options(fields),
     )
     fields.raise_problems()
     return ChatBody(model or "", request)
 
 
-# -- features that are not there ---------------------------------------------------------------------------
-
-_ROLES: Mapping[str, str] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""Role as sent to role as the chat template gets it."""
-
-
-def _is_empty(value: Any) -> bool:
-    return value in (None, False, 0, "") or value == [] or value == {}
-
-
-_UNSUPPORTED: dict[str, Harmless] = {
-    "functions": _is_empty,
-    "function_call": lambda value: value in (None, "none", "auto"),
-    "guided_regex": _is_empty,
-    "guided_choice": _is_empty,
-    "guided_grammar": _is_empty,
-    "image": _is_empty,
-}
-_UNSUPPORTED_NATIVE: dict[str, Harmless] = {
-    "requests": _is_empty,
-    "logprobs": _is_empty,
-    "top_logprobs": _is_empty,
-    "n": lambda value: value is None or value == 1,
-}
-_UNSUPPORTED_CHAT: dict[str, Harmless] = {
-    "lora": _is_empty,
-    "modalities": lambda value: value is None or value == ["text"],
-    "audio": _is_empty,
-    "prediction": _is_empty,
-    "web_search_options": lambda value: value is None,
-}
-
-
-# -- fields that both dialects have ------------------------------------------------------------------------
-
-
-def _common_sampling(fields: Fields) -> dict[str, Any]:
-    return {
-        "min_p": fields.number("min_p", 0, 1) or None,
-        "repetition_penalty": fields.number("repetition_penalty", 0, 2) or None,  # by 0 nothing can be divided: off
-        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
-        "presence_penalty": fields.number("presence_penalty", -2, 2),
-        "logit_bias": _logit_bias(fields),
-    }
+def sampling(fields: Fields, **more: Any) -> Sampling:
+    """How tokens are chosen, from the fields that all bodies have, and `more`."""
+    temperature = fields["temperature"]
+    return Sampling(
+        temperature=temperature if temperature >= _MIN_TEMPERATURE else 0,
+        top_p=fields["top_p"],
+        top_k=fields["top_k"],
+        seed=fields["seed"],
+        min_p=fields["min_p"] or None,
+        repetition_penalty=fields["repetition_penalty"] or None,  # by 0 nothing can be divided: off
+        frequency_penalty=fields["frequency_penalty"],
+        presence_penalty=fields["presence_penalty"],
+        logit_bias=fields["logit_bias"],
+        **more,
+    )
 
 
 def _max_tokens(fields: Fields) -> int | None:
     """`max_completion_tokens`, or `max_tokens` as it was called before."""
-    old, new = (fields.integer(key, 1, _INT32_MAX) for key in ("max_tokens", "max_completion_tokens"))
-    return new or old
+    max_tokens: int | None = fields["max_completion_tokens"] or fields["max_tokens"]
+    return max_tokens
 
 
-def _stop(fields: Fields, max_stops: int) -> list[str]:
-    """A string, or up to `max_stops` of them."""
-    value = fields.get("stop")
-    if value is None or value == "":
-        return []
-    stops = [value] if isinstance(value, str) else value
-    if (
-        isinstance(stops, list)
-        and len(stops) <= max_stops
-        and all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARS and is_unicode(stop) for stop in stops)
-    ):
-        return list(stops)
-    fields.wrong("$.stop", value, f"a string of 1 to {MAX_STOP_CHARS} characters, or a list of up to {max_stops}")
-    return []
-
-
-def _logit_bias(fields: Fields) -> dict[int, float]:
-    """Token ids, which are strings in JSON, to what is added to their logits."""
-    value = fields.get("logit_bias")
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIASES:
-        given = f"is an object of {len(value)}" if isinstance(value, dict) else f"is {shown(value)}"
-        fields.problem("$.logit_bias", f"{given}, must be an object of up to {MAX_LOGIT_BIASES} token ids")
-        return {}
-    biases: dict[int, float] = {}
-    for key, bias in value.items():
-        token = str(key)
-        path = f"$.logit_bias[{shown(token)}]"
-        if not (token.isascii() and token.isdigit() and len(token) <= 10):
-            fields.problem(path, "is no token id")
-        elif isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            fields.wrong(path, bias, "a number from -100 to 100")
-        else:
-            biases[int(token)] = float(bias)
-    return biases
-
-
-def _adapter(fields: Fields) -> str | None:
-    """`lora`, the name of an adapter."""
-    name = fields.string("lora")
-    if name is not None and len(name) > _MAX_ADAPTER_CHARS:
-        fields.wrong("$.lora", name, f"a name of at most {_MAX_ADAPTER_CHARS} characters")
-    return name
-
-
-def _for_template(offer: Offer) -> list[dict[str, Any]] | None:
+def for_template(offer: Offer) -> list[dict[str, Any]] | None:
+    """The tools that the chat template gets."""
     return [tool.for_template() for tool in offer.tools] or None
+
+
+def single_call_stop(fields: Fields, form: Form) -> list[str]:
+    """What ends the answer after its first call, if `parallel_tool_calls` is false."""
+    return [HermesCalls.CLOSE] if form == "tools" and not fields["parallel_tool_calls"] else []
+
+
+def template_options(fields: Fields) -> dict[str, Any]:
+    """Variables of the chat template, from `reasoning_effort`, where null is none, and `chat_template_kwargs`."""
+    is_null = "reasoning_effort" in fields and fields.get("reasoning_effort") is None
+    effort = "none" if is_null else fields["reasoning_effort"]
+    return {**reasoning_options(effort), **fields["chat_template_kwargs"]}
+
+
+def reasoning_options(effort: str | None) -> dict[str, Any]:
+    """The variables by which chat templates know how much to reason; None: as they do by themselves."""
+    if effort in ("none", "off"):
+        return {"enable_thinking": False}
+    return {} if effort is None else {"reasoning_effort": effort}
 
 
 # -- the form of the answer --------------------------------------------------------------------------------
@@ -256,12 +207,11 @@ _WRAPPER = frozenset({"name", "description", "schema", "strict"})
 """Keys of the object around a schema at OpenAI; Workers AI takes the bare schema."""
 
 
-def _form(fields: Fields, offer: Offer) -> tuple[Form, str | None]:
-    """What the answer is to be, and the schema that it must fit.
+def form_of(fields: Fields, offer: Offer, schema: str | None) -> tuple[Form, str | None]:
+    """What the answer is to be, and the schema that it must fit; `schema` is that of JSON mode.
 
     A forced call goes before JSON mode, as at OpenAI. With tools that may be called and JSON mode the answer is JSON.
     """
-    schema = _json_mode(fields)
     if offer.forced:
         return "call", fields.json_text("$.tools", call_schema(offer.forced), MAX_SCHEMA_CHARS)
     if schema is not None:
@@ -269,14 +219,14 @@ def _form(fields: Fields, offer: Offer) -> tuple[Form, str | None]:
     return ("tools" if offer.tools else "text"), None
 
 
-def _json_mode(fields: Fields) -> str | None:
-    """The schema in `response_format` or `guided_json`, as JSON text."""
+def json_mode(fields: Fields) -> str | None:
+    """The schema in `response_format` or `guided_json`, as JSON text; None: the answer may be any text."""
     wanted, guided = fields.get("response_format"), fields.get("guided_json")
     is_text = wanted is None or (isinstance(wanted, dict) and wanted.get("type") == "text")
     if guided is not None and not is_text:
         fields.problem("$.guided_json", "is given, and so is response_format: send one of them")
     elif guided is not None:
-        return _schema(fields, "$.guided_json", _parsed(guided))
+        return read_schema(fields, "$.guided_json", _parsed(guided))
     if is_text:
         return None
     path = "$.response_format"
@@ -290,8 +240,8 @@ def _json_mode(fields: Fields) -> str | None:
         schema = _ANY_OBJECT
     path = f"{path}.json_schema"
     if isinstance(schema, dict) and ("schema" in schema or ("name" in schema and schema.keys() <= _WRAPPER)):
-        return _schema(fields, f"{path}.schema", schema.get("schema", _ANY_OBJECT))
-    return _schema(fields, path, schema)
+        return read_schema(fields, f"{path}.schema", schema.get("schema", _ANY_OBJECT))
+    return read_schema(fields, path, schema)
 
 
 def _parsed(guided: Any) -> Any:
@@ -304,7 +254,8 @@ def _parsed(guided: Any) -> Any:
     return guided
 
 
-def _schema(fields: Fields, path: str, schema: Any) -> str | None:
+def read_schema(fields: Fields, path: str, schema: Any) -> str | None:
+    """The `schema` at `path` as JSON text, closed against properties that it does not name."""
     if not isinstance(schema, dict):
         fields.wrong(path, schema, "a JSON schema, an object")
         return None
@@ -318,25 +269,315 @@ def _schema(fields: Fields, path: str, schema: Any) -> str | None:
 
 def _logprobs(fields: Fields) -> int | None:
     """How many alternatives to report with each token; None: no log-probabilities."""
-    num_top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
-    if fields.boolean("logprobs"):
+    num_top: int | None = fields["top_logprobs"]
+    if fields["logprobs"]:
         return num_top or 0
     if num_top:
         fields.problem("$.top_logprobs", "is given, but logprobs is not true")
     return None
 
 
-def _include_usage(fields: Fields, is_stream: bool) -> bool:
+def include_usage(fields: Fields) -> bool:
     """`stream_options.include_usage`."""
-    options = fields.get("stream_options")
-    if options is None:
-        return False
-    if not isinstance(options, dict):
-        fields.wrong("$.stream_options", options, "an object")
-        return False
-    if not is_stream:
+    options = fields["stream_options"]
+    if options is not None and not fields["stream"]:
         fields.problem("$.stream_options", "is given, but stream is not true")
-    wanted = options.get("include_usage")
-    if wanted is not None and not isinstance(wanted, bool):
-        fields.wrong("$.stream_options.include_usage", wanted, "true or false")
-    return wanted is True
+    return options is not None and options["include_usage"] is True
+
+
+# -- the tables --------------------------------------------------------------------------------------------
+
+_ROLES: Mapping[str, str] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""Role as sent to role as the chat template gets it."""
+_OPENAI_ROLES = {**_ROLES, "developer": "system"}
+
+
+def _messages(roles: Mapping[str, str], *, required: bool = False) -> Custom:
+    text = {"type": "string"}
+    part = {
+        "type": "object",
+        "properties": {"type": {"const": "text"}, "text": text},
+        "required": ["type", "text"],
+    }
+    function = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "minLength": 1},
+            "arguments": {"description": "An object, or its JSON text.", "type": ["object", "string", "null"]},
+        },
+        "required": ["name"],
+    }
+    call = {
+        "type": "object",
+        "properties": {"id": {"type": ["string", "null"]}},
+        "anyOf": [
+            {"properties": {"function": function}, "required": ["function"]},
+            {**function, "not": {"required": ["function"]}},
+        ],
+    }
+    message = {
+        "type": "object",
+        "properties": {
+            "role": {"enum": list(roles)},
+            "content": {
+                "description": "Text, or its parts.",
+                "anyOf": [text, {"type": "null"}, {"type": "array", "items": part}],
+            },
+            "tool_calls": {"anyOf": [{"type": "array", "items": call}, {"enum": [None, False, 0, "", {}]}]},
+        },
+        "required": ["role"],
+    }
+    return Custom(
+        "The conversation so far.",
+        required=required,
+        json={"type": "array", "items": message, "minItems": 1, "maxItems": MAX_MESSAGES},
+        reader=lambda fields, _path, _value: read_messages(fields, roles),
+    )
+
+
+def _stop(max_stops: int) -> Custom:
+    """A string, or up to `max_stops` of them."""
+
+    def read(fields: Fields, path: str, value: Any) -> list[str]:
+        if value == "":
+            return []
+        stops = [value] if isinstance(value, str) else value
+        if (
+            isinstance(stops, list)
+            and len(stops) <= max_stops
+            and all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARS and is_unicode(stop) for stop in stops)
+        ):
+            return list(stops)
+        fields.wrong(path, value, f"a string of 1 to {MAX_STOP_CHARS} characters, or a list of up to {max_stops}")
+        return []
+
+    string = {"type": "string", "maxLength": MAX_STOP_CHARS}
+    strings = {"type": "array", "items": {**string, "minLength": 1}, "maxItems": max_stops}
+    return Custom("Texts that end the answer.", default=[], json={"anyOf": [string, strings]}, reader=read)
+
+
+def _read_logit_bias(fields: Fields, path: str, value: Any) -> dict[int, float]:
+    """Token ids, which are strings in JSON, to what is added to their logits."""
+    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIASES:
+        given = f"is an object of {len(value)}" if isinstance(value, dict) else f"is {shown(value)}"
+        fields.problem(path, f"{given}, must be an object of up to {MAX_LOGIT_BIASES} token ids")
+        return {}
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        token = str(key)
+        at = f"{path}[{shown(token)}]"
+        if not (token.isascii() and token.isdigit() and len(token) <= 10):
+            fields.problem(at, "is no token id")
+        elif isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            fields.wrong(at, bias, "a number from -100 to 100")
+        else:
+            biases[int(token)] = float(bias)
+    return biases
+
+
+_OBJECT = {"type": "object"}
+_FUNCTION = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
+        "description": {"type": ["string", "null"]},
+        "parameters": {
+            "description": "The JSON Schema of the arguments, an object.",
+            "type": ["object", "null"],
+            "properties": {
+                "type": {"const": "object"},
+                "properties": _OBJECT,
+                "required": {"anyOf": [{"type": "array"}, {"enum": [None, False, 0, "", {}]}]},
+            },
+        },
+    },
+    "required": ["name"],
+}
+_TOOL = {
+    "type": "object",
+    "properties": {"type": {"anyOf": [{"enum": ["function", "object"]}, {"not": {"type": "string"}}]}},
+    "anyOf": [
+        {"title": "OpenAI", "properties": {"function": _FUNCTION}, "required": ["function"]},
+        {"title": "Flat", **_FUNCTION, "not": {"required": ["function"]}},
+    ],
+}
+_NAMED_TOOL = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
+_NAMED_FLAT = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
+    "required": ["type", "name"],
+    "not": {"required": ["function"]},
+}
+_ALLOWED = {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array", "items": {"type": "object"}}}
+_ALLOWED_TOOLS = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {"type": "object", "properties": _ALLOWED, "required": list(_ALLOWED)},
+    },
+    "required": ["type", "allowed_tools"],
+}
+_ALLOWED_FLAT = {
+    "type": "object",
+    "properties": {"type": {"const": "allowed_tools"}, **_ALLOWED},
+    "required": ["type", *_ALLOWED],
+    "not": {"required": ["allowed_tools"]},
+}
+_SCHEMA = {
+    "description": "A JSON Schema, bare or within `name`, `schema` and `strict`.",
+    "type": "object",
+    "properties": {"schema": _OBJECT},
+}
+_RESPONSE_FORMAT = {
+    "anyOf": [
+        {"properties": {"type": {"const": "text"}}, "required": ["type"]},
+        {"properties": {"type": {"const": "json_object"}, "json_schema": nullable(_SCHEMA)}, "required": ["type"]},
+        {"properties": {"type": {"const": "json_schema"}, "json_schema": _SCHEMA}, "required": ["type", "json_schema"]},
+    ],
+    "type": "object",
+}
+
+_GENERATION: Table = {
+    "stream": Boolean("Answer with an event stream."),
+    "max_completion_tokens": Integer("The same as max_tokens, and goes before it.", low=1, high=_INT32_MAX),
+    "min_p": Number("Only tokens at least this likely, relative to the likeliest one.", low=0, high=1),
+    "repetition_penalty": Number("Divides the logits of tokens that were there; 1 changes nothing.", low=0, high=2),
+    "frequency_penalty": Number("Subtracted from a token's logit for each time that it was there.", low=-2, high=2),
+    "presence_penalty": Number("Subtracted from the logits of tokens that were there.", low=-2, high=2),
+    "logit_bias": Custom(
+        "Token ids to what is added to their logits.",
+        default={},
+        json={
+            "type": "object",
+            "patternProperties": {"^[0-9]{1,10}$": {"type": "number", "minimum": -100, "maximum": 100}},
+            "additionalProperties": False,
+            "maxProperties": MAX_LOGIT_BIASES,
+        },
+        reader=_read_logit_bias,
+    ),
+    "tools": Custom(
+        "Functions that the model may call.", json={"type": "array", "items": _TOOL, "maxItems": MAX_TOOLS}
+    ),
+    "tool_choice": Custom(
+        "Whether the model may, must or must not call tools.",
+        json={
+            "anyOf": [
+                {"enum": ["none", "auto", "required"]},
+                _NAMED_TOOL,
+                _NAMED_FLAT,
+                _ALLOWED_TOOLS,
+                _ALLOWED_FLAT,
+            ]
+        },
+    ),
+    "response_format": Custom("Text, any JSON object, or JSON of a schema.", json=_RESPONSE_FORMAT),
+    "guided_json": Custom(
+        "The JSON Schema that the answer must fit, or its text. Older than response_format.",
+        json={"type": ["object", "string"]},
+    ),
+    "functions": Unsupported("Older than tools."),
+    "function_call": Unsupported("Older than tool_choice.", harmless=("none", "auto")),
+    "guided_regex": Unsupported("A regular expression that the answer must fit."),
+    "guided_choice": Unsupported("Texts one of which the answer must be."),
+    "guided_grammar": Unsupported("A grammar that the answer must fit."),
+    "image": Unsupported("A picture."),
+}
+
+_RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+"""Variables of chat templates that are not a caller's to set."""
+_VARIABLE = re.compile("[A-Za-z_][A-Za-z_0-9]*")
+_MAX_OPTIONS_CHARS = 1 << 14
+
+
+def _read_template_options(fields: Fields, path: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        fields.wrong(path, value, "an object of variables of the chat template")
+        return {}
+    for key in value:
+        if not _VARIABLE.fullmatch(str(key)) or key in _RESERVED:
+            fields.problem(f"{path}[{shown(key)}]", "is no variable that can be set")
+    return value if fields.json_text(path, value, _MAX_OPTIONS_CHARS) is not None else {}
+
+
+REASONING: Table = {
+    "reasoning_effort": Choice(
+        "How much to reason; null or none: not at all. Has no effect where the chat template knows no efforts.",
+        values=("none", "off", "minimal", "low", "medium", "high", "xhigh", "max"),
+    ),
+    "chat_template_kwargs": Custom(
+        "Variables of the chat template, such as enable_thinking.",
+        default={},
+        json={
+            "type": "object",
+            "propertyNames": {"pattern": f"^{_VARIABLE.pattern}$", "not": {"enum": list(_RESERVED)}},
+        },
+        reader=_read_template_options,
+    ),
+}
+
+NATIVE: Table = {
+    "prompt": String("The text to go on from; it goes through the chat template unless `raw` is true."),
+    "messages": _messages(_ROLES),
+    "raw": Boolean("Leave the chat template out."),
+    "max_tokens": Integer("Tokens of the answer at most.", default=DEFAULT_MAX_TOKENS, low=1, high=_INT32_MAX),
+    "temperature": Number("0 always takes the likeliest token.", default=_DEFAULT_TEMPERATURE, low=0, high=5),
+    "top_p": Number("Only the likeliest tokens that have this probability together.", low=0.001, high=1),
+    "top_k": Integer("Only this many of the likeliest tokens.", low=1, high=50),
+    "seed": Integer("The same seed and input give the same answer.", low=1, high=9_999_999_999),
+    "stop": _stop(MAX_STOPS),
+    "lora": String("The name of an adapter.", max_chars=_MAX_ADAPTER_CHARS),
+    **_GENERATION,
+    "requests": Unsupported("A batch of inputs."),
+    "logprobs": Unsupported("The log-probabilities of tokens."),
+    "top_logprobs": Unsupported("The log-probabilities of alternatives."),
+    "n": Unsupported("The number of answers.", harmless=(1,)),
+}
+"""The inputs of text generation in the native dialect."""
+
+CHAT: Table = {
+    "model": String("The model's id.", required=True),
+    "messages": _messages(_OPENAI_ROLES, required=True),
+    "max_tokens": Integer("Tokens of the answer at most; else what the context has room for.", low=1, high=_INT32_MAX),
+    "temperature": Number("0 always takes the likeliest token.", default=_OPENAI_DEFAULT_TEMPERATURE, low=0, high=2),
+    "top_p": Number("Only the likeliest tokens that have this probability together.", low=0, high=1),
+    "top_k": Integer("Only this many of the likeliest tokens.", low=1, high=_INT32_MAX),
+    "seed": Integer("The same seed and input give the same answer.", low=_INT64_MIN, high=_INT64_MAX),
+    "stop": _stop(_MAX_OPENAI_STOPS),
+    "n": Integer("The number of answers.", default=1, low=1, high=MAX_CHOICES),
+    "logprobs": Boolean("Tell the log-probabilities of tokens."),
+    "top_logprobs": Integer("How many alternatives to tell for each token; needs logprobs.", low=0, high=MAX_LOGPROBS),
+    "stream_options": ObjectOf(
+        "Of an event stream; needs stream.",
+        table={"include_usage": Boolean("One more event at the end, with the usage.")},
+    ),
+    **_GENERATION,
+    **REASONING,
+    "parallel_tool_calls": Boolean("Whether one answer may have several calls.", default=True),
+    "lora": String("The name of an adapter.", max_chars=_MAX_ADAPTER_CHARS),
+    "modalities": Unsupported("Kinds of answers.", harmless=(["text"],)),
+    "audio": Unsupported("Answers that are heard."),
+    "prediction": Unsupported("What the answer is likely to be."),
+    "web_search_options": Unsupported("Searches of the web.", harmless=()),
+    "user": Ignored("Has no effect."),
+    "metadata": Ignored("Has no effect."),
+    "store": Ignored("Has no effect: nothing is stored."),
+    "service_tier": Ignored("Has no effect."),
+}
+"""OpenAI's chat body."""
+
+
+def native_schema() -> dict[str, Any]:
+    """The JSON Schema of native inputs: with a prompt, or with messages."""
+    return variants_schema(NATIVE, {"prompt": "Prompt", "messages": "Messages"})
+
+
+def chat_schema() -> dict[str, Any]:
+    """The JSON Schema of a chat body."""
+    return object_schema(CHAT)
