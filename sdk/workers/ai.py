@@ -78,7 +78,9 @@ class Ai:
         and `properties`.
 
         Args:
-            params: `search`, `task` and `author` choose, `page` and `per_page` (1000) divide the list.
+            params: `search` (a part of the name), `task`, `author` and `source` (1 for `@cf`, 2 for `@hf`) choose;
+                `page` and `per_page` (1000) divide the list. `hide_experimental` and `include_deprecated` have no
+                effect: a node has neither kind. `format="openrouter"` gives the items in OpenRouter's shape.
 
         Raises:
             BindingError: a parameter is wrong.

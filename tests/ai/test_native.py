@@ -1,13 +1,12 @@
 import asyncio
 from typing import Any
 
-import msgspec
 import pytest
 from doubles import MODEL, PRINCIPAL, STAND_IN, ListMeter, ScriptedPool, answer, make_gate
 from helpers import sse_events
 
 from edge.ai.answers import AnswerStream
-from edge.ai.native import list_models, run_binding
+from edge.ai.native import run_binding
 from edge.errors import EngineLost, InvalidInput, InvalidJson, PromptTooLong, UnknownModel
 
 USAGE = {
@@ -16,6 +15,7 @@ USAGE = {
     "total_tokens": 17,
     "prompt_tokens_details": {"cached_tokens": 5},
     "neurons": (15 * 2457 + 2 * 18252) / 10**6,
+    "cost": (15 * 2457 + 2 * 18252) * 11 / 10**12,  # 0.011 dollars per 1,000 neurons
 }
 
 
@@ -99,7 +99,7 @@ async def test_wrong_calls_are_refused_and_not_recorded() -> None:
         ("nope", {"prompt": "hi"}, {}, UnknownModel),
         (MODEL, {}, {}, InvalidInput),
         (MODEL, None, {}, InvalidJson),
-        (MODEL, {"prompt": "hi"}, {"queueRequest": True}, InvalidInput),
+        (MODEL, {"prompt": "hi"}, {"websocket": True}, InvalidInput),
     ):
         with pytest.raises(error):
             await run_binding(gate, PRINCIPAL, model, inputs, options)
@@ -190,21 +190,3 @@ async def test_calls_among_text() -> None:
     ]
     untouched = await result(*texts)
     assert untouched["response"] == "".join(texts)
-
-
-def test_models_of_the_binding() -> None:
-    catalogue = make_gate(ScriptedPool()).catalogue
-    every = list_models(catalogue, {})
-    assert {MODEL, STAND_IN} <= {each["name"] for each in every}
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(every)) == every  # it can travel to a handler
-    prices = [entry for each in every for entry in each["properties"] if entry["property_id"] == "price"]
-    assert all(isinstance(unit["price"], float | int) for price in prices for unit in price["value"])
-    assert [each["name"] for each in list_models(catalogue, {"search": STAND_IN})] == [STAND_IN]
-    assert list_models(catalogue, {"task": "Text-to-Image"}) == []
-    assert list_models(catalogue, {"page": 2, "per_page": 1}) == every[1:2]
-
-
-@pytest.mark.parametrize("params", [{"page": 0}, {"per_page": "many"}, {"search": 1}, {"per_page": 10**9}])
-def test_wrong_parameters_of_models(params: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput, match=r"env\.AI\.models"):
-        list_models(make_gate(ScriptedPool()).catalogue, params)

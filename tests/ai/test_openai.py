@@ -42,6 +42,7 @@ async def test_completion() -> None:
             "total_tokens": 17,
             "prompt_tokens_details": {"cached_tokens": 5},
             "neurons": 0.073359,
+            "cost": 0.000000806949,
         },
     }
 

@@ -52,6 +52,9 @@ async def test_lines_are_exact_and_rounded_once(tmp_path: Path) -> None:
                 "unpriced_requests": 0,
                 "unpriced": {"input_tokens": 0, "cached_input_tokens": 0, "output_tokens": 0},
                 "compute_us": 700,
+                "batch_requests": 0,
+                "batch_discount_neurons": "0",
+                "batch_discount_usd_exact": "0",
                 "price_versions": [load_prices().id],
                 "neurons": "0.090909",
                 "usd_exact": "0.000000999999",
@@ -70,6 +73,9 @@ async def test_lines_are_exact_and_rounded_once(tmp_path: Path) -> None:
                 "unpriced_requests": 0,
                 "unpriced": {"input_tokens": 0, "cached_input_tokens": 0, "output_tokens": 0},
                 "compute_us": 2100,
+                "batch_requests": 0,
+                "batch_discount_neurons": "0",
+                "batch_discount_usd_exact": "0",
                 "price_versions": [load_prices().id],
                 "neurons": "62127.022113",
                 "usd_exact": "0.683397243243",
@@ -202,3 +208,25 @@ def test_rounding_is_that_of_python(amount: int, unit: int) -> None:
 
 def test_cents_are_dollars_with_two_decimals() -> None:
     assert [cents_string(cents) for cents in (0, 5, 12345, -7)] == ["0.00", "0.05", "123.45", "-0.07"]
+
+
+async def test_batches_cost_less_by_the_rule_of_their_book(tmp_path: Path) -> None:
+    book = PriceBook("v", "", 11, {MODEL: Price(1000, 3000, 500)}, "1/4")
+    calls = [
+        usage_record(trigger=trigger, input_tokens=10, cached_input_tokens=2, output_tokens=4, price_version=book.id)
+        for trigger in ("batch", "batch", "rest")
+    ]
+    calls.append(usage_record(trigger="batch", status="error", price_version=book.id))
+    bill = await bill_of(tmp_path / "l", calls, book)
+    full = 10 * 1000 + 2 * 500 + 4 * 3000
+    (line,) = bill.lines
+    assert (line.requests, line.charged_requests, line.batch_requests) == (4, 3, 2)
+    assert line.micro_neurons == full + 2 * full * 3 // 4
+    assert line.batch_discount == Cost(2 * full // 4, 2 * full // 4 * 11)
+    assert line.charged.input_tokens == 30
+    shown = bill.to_json()["lines"][0]
+    assert (shown["batch_requests"], shown["batch_discount_neurons"]) == (2, "0.0115")
+    assert shown["batch_discount_usd_exact"] == "0.0000001265"
+    costs = call_costs(tmp_path / "l", calls)
+    assert costs == [Cost(full * 3 // 4, full * 3 // 4 * 11)] * 2 + [Cost(full, full * 11), Cost(0, 0)]
+    assert sum(cost.micro_neurons for cost in costs if cost is not None) == line.micro_neurons

@@ -31,7 +31,7 @@ def book(tmp_path: Path, **changes: str) -> Path:
 
 def test_packaged_prices() -> None:
     packaged = load_prices()
-    assert len(packaged.prices) == 40
+    assert len(packaged.prices) == 50
     assert packaged.pico_dollars_per_micro_neuron == 11
     assert packaged.prices["@cf/moonshotai/kimi-k2.5"] == Price(54_545, 272_727, 9_091)
     assert packaged.prices["smollm2-135m-instruct"] == packaged.prices["@cf/meta/llama-3.2-1b-instruct"]
@@ -118,3 +118,53 @@ def test_an_unreadable_book(tmp_path: Path) -> None:
 
 def test_decimal_strings() -> None:
     assert [dollars(pico) for pico in (0, 1, 11 * 10**11, -5 * 10**11)] == ["0", "0.000000000001", "1.1", "-0.5"]
+
+
+def with_discount(tmp_path: Path, discount: str, **changes: str) -> Path:
+    path = book(tmp_path, **changes)
+    path.write_text(f'batch_discount = "{discount}"\n' + path.read_text())
+    return path
+
+
+def test_a_batch_discount_is_exact(tmp_path: Path) -> None:
+    discounted = load_prices(with_discount(tmp_path, "2/5", input="5", output="10, cached_input = 15"))
+    assert discounted.batch_discount == "2/5"
+    assert discounted.in_batch(discounted.prices["m"]) == Price(3, 6, 9)
+    assert discounted.id != load_prices(book(tmp_path, input="5", output="10, cached_input = 15")).id
+    assert PriceBook.from_json(discounted.to_json()).in_batch(Price(5, 10)) == Price(3, 6)
+    assert load_prices(with_discount(tmp_path, "1/1")).in_batch(Price(5, 10)) == Price(0, 0)
+
+
+def test_no_batch_discount_is_no_other_book(tmp_path: Path) -> None:
+    plain = load_prices(book(tmp_path))
+    assert load_prices(with_discount(tmp_path, "")).id == load_prices(with_discount(tmp_path, "0/7")).id == plain.id
+    assert "batch_discount" not in plain.to_json().decode()
+    assert plain.in_batch(plain.prices["m"]) is plain.prices["m"]
+    assert load_prices().batch_discount == ""
+
+
+@pytest.mark.parametrize(
+    ("discount", "message"),
+    [
+        ("1/2", "the price of 'm' is not exact: 5 times 1/2 is no whole number"),
+        ("3/2", "from 0/1 to 1/1"),
+        ("1/0", "from 0/1 to 1/1"),
+        ("0.5", "Expected `str` matching"),
+        ("50%", "Expected `str` matching"),
+        ("-1/2", "Expected `str` matching"),
+    ],
+)
+def test_a_batch_discount_that_is_not_exact_is_refused(tmp_path: Path, discount: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_prices(with_discount(tmp_path, discount))
+    assert message in caught.value.message
+
+
+@given(rates, rates, st.integers(1, 9999), st.integers(1, 9999), usages)
+def test_what_a_batch_costs_is_what_a_rational_calculator_says(
+    rate_in: int, rate_out: int, part: int, whole: int, usage: dict[str, int]
+) -> None:
+    part, whole = sorted((part, whole))
+    price = Price(rate_in * whole, rate_out * whole)
+    discounted = PriceBook("v", "", 11, {}, f"{part}/{whole}").in_batch(price)
+    assert discounted.micro_neurons(**usage) == price.micro_neurons(**usage) * (1 - Fraction(part, whole))

@@ -1,12 +1,13 @@
 """The choices of one call: as many generations of the same prompt, each with a usage record of its own.
 
-The first one computes the prompt; the others start when that is done, so that they find it in the prefix cache.
+The first one computes the prompt; the others start when that is done, so that they find it in the prefix cache. Calls
+with several prompts, each with its choices, are made one after the other.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from msgspec.structs import replace
@@ -23,19 +24,24 @@ _SEED_BITS = 64
 
 
 async def run_choices(
-    gate: Gate, principal: Principal, model: Model, request: TextGeneration
+    gate: Gate, principal: Principal, model: Model, request: TextGeneration, *, is_counted: bool = False
 ) -> AsyncGenerator[ChoiceEvent, None]:
     """The events of all choices of `request`, as they come. Closing the generator cancels all of them.
+
+    `is_counted`: the rate limit has let a request through that this one is a part of.
 
     Raises:
         EdgeError: one of them was refused or failed; the others are cancelled.
     """
     if request.num_choices == 1:
-        async with aclosing(gate.run(principal, model, request)) as only:
+        async with aclosing(gate.run(principal, model, request, is_counted=is_counted)) as only:
             async for event in only:
                 yield 0, event
         return
-    runs = [gate.run(principal, model, _variant(request, index)) for index in range(request.num_choices)]
+    runs = [
+        gate.run(principal, model, _variant(request, index), is_counted=is_counted or index > 0)
+        for index in range(request.num_choices)
+    ]
     waiting = {_next(runs[0]): 0}
     others_run = False
     try:
@@ -56,6 +62,20 @@ async def run_choices(
         await asyncio.gather(*waiting, return_exceptions=True)
         for run in runs:
             await run.aclose()
+
+
+async def run_prompts(
+    gate: Gate, principal: Principal, model: Model, requests: Sequence[TextGeneration]
+) -> AsyncGenerator[ChoiceEvent, None]:
+    """The events of the choices of all `requests`, which have as many each; they are numbered through.
+
+    Raises:
+        EdgeError: one of them was refused or failed.
+    """
+    for i, request in enumerate(requests):
+        async with aclosing(run_choices(gate, principal, model, request, is_counted=i > 0)) as choices:
+            async for index, event in choices:
+                yield i * request.num_choices + index, event
 
 
 def _variant(request: TextGeneration, index: int) -> TextGeneration:

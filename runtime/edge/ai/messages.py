@@ -11,9 +11,11 @@ from typing import Any
 from edge.ai.fields import Fields, Harmless, is_deep, is_unicode, shown
 from edge.ai.tool_calls import json_object
 
-_MAX_MESSAGES = 10_000
+MAX_MESSAGES = 10_000
 _UNSUPPORTED_ROLES = frozenset({"function"})
 _UNSUPPORTED: dict[str, Harmless] = {"function_call": lambda value: not value}
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of parts of a message that are text, in chat bodies and in OpenAI's Responses, and where they have it."""
 
 
 def read_messages(fields: Fields, roles: Mapping[str, str]) -> list[dict[str, Any]] | None:
@@ -24,13 +26,14 @@ def read_messages(fields: Fields, roles: Mapping[str, str]) -> list[dict[str, An
     value = fields.get("messages")
     if value is None:
         return None
-    if not isinstance(value, list) or not 0 < len(value) <= _MAX_MESSAGES:
-        fields.wrong("$.messages", value, f"a list of 1 to {_MAX_MESSAGES} messages")
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
+        fields.wrong("$.messages", value, f"a list of 1 to {MAX_MESSAGES} messages")
         return None
-    return [_message(fields, message, f"$.messages[{i}]", roles) for i, message in enumerate(value)]
+    return [read_message(fields, message, f"$.messages[{i}]", roles) for i, message in enumerate(value)]
 
 
-def _message(fields: Fields, message: Any, path: str, roles: Mapping[str, str]) -> dict[str, Any]:
+def read_message(fields: Fields, message: Any, path: str, roles: Mapping[str, str]) -> dict[str, Any]:
+    """One message, which is at `path`, as `read_messages` reads them."""
     if not isinstance(message, dict):
         fields.wrong(path, message, "an object with role and content")
         return {}
@@ -42,7 +45,7 @@ def _message(fields: Fields, message: Any, path: str, roles: Mapping[str, str]) 
         fields.wrong(f"{path}.role", role, " or ".join(roles))
     else:
         role = roles[role]
-    read: dict[str, Any] = {"role": role, "content": _content(fields, message.get("content"), f"{path}.content")}
+    read: dict[str, Any] = {"role": role, "content": read_content(fields, message.get("content"), f"{path}.content")}
     if message.get("tool_calls"):
         read["tool_calls"] = _calls(fields, message["tool_calls"], f"{path}.tool_calls")
     for key in ("name", "tool_call_id") if role == "tool" else ():
@@ -51,10 +54,13 @@ def _message(fields: Fields, message: Any, path: str, roles: Mapping[str, str]) 
             read[key] = value
         elif value is not None:
             fields.wrong(f"{path}.{key}", value, "a string")
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if role == "assistant" and isinstance(reasoning, str) and is_unicode(reasoning):
+        read["reasoning_content"] = reasoning  # as templates call it
     return read
 
 
-def _content(fields: Fields, content: Any, path: str) -> str:
+def read_content(fields: Fields, content: Any, path: str) -> str:
     """A string, null (no text), or a list of text parts, which become its lines."""
     if content is None:
         return ""
@@ -67,13 +73,14 @@ def _content(fields: Fields, content: Any, path: str) -> str:
 
 
 def _part(fields: Fields, part: Any, path: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text":
-        text = part.get("text")
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind in _TEXT_PARTS:
+        text = part.get(_TEXT_PARTS[kind])
         if isinstance(text, str) and is_unicode(text):
             return text
-        fields.wrong(f"{path}.text", text, "a string")
-    elif isinstance(part, dict) and isinstance(part.get("type"), str):
-        fields.problem(f"{path}.type", f"is {shown(part['type'])}, which is not supported yet: only text parts are")
+        fields.wrong(f"{path}.{_TEXT_PARTS[kind]}", text, "a string")
+    elif isinstance(kind, str):
+        fields.problem(f"{path}.type", f"is {shown(kind)}, which is not supported yet: only text parts are")
     else:
         fields.wrong(path, part, 'a part such as {"type": "text", "text": "…"}')
     return ""
@@ -83,10 +90,10 @@ def _calls(fields: Fields, value: Any, path: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         fields.wrong(path, value, "a list of tool calls")
         return []
-    return [_call(fields, call, f"{path}[{i}]") for i, call in enumerate(value)]
+    return [read_call(fields, call, f"{path}[{i}]") for i, call in enumerate(value)]
 
 
-def _call(fields: Fields, call: Any, path: str) -> dict[str, Any]:
+def read_call(fields: Fields, call: Any, path: str) -> dict[str, Any]:
     """A call in OpenAI's shape, or in the flat one in which Workers AI answers."""
     function, at = call, path
     if isinstance(call, dict) and "function" in call:

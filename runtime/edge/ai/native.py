@@ -1,35 +1,57 @@
-"""The native dialect: `env.AI.run(model, inputs)`, and the REST route `/ai/run/{model}`, which is the same call.
+"""The native route: `env.AI.run(model, inputs)`, and the REST route `/ai/run/{model}`, which is the same call.
 
-Formats: Cloudflare Workers AI, text generation in its legacy form, `{"response", "tool_calls", "usage"}` and its event
-stream.
+Formats: Cloudflare Workers AI. Text generation in its legacy form, `{"response", "tool_calls", "usage"}` and its event
+stream, is here; newer families of models answer in OpenAI's dialects (`edge.ai.dialects`).
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
-from edge.ai import schemas
-from edge.ai.answers import Answer, AnswerStream, complete, finish_reason, read, reader_of, sse, usage_object
-from edge.ai.catalogue import Catalogue, Model, catalogue_item
+from edge.ai import catalogue, classification, embeddings, schemas
+from edge.ai.answers import (
+    Answer,
+    AnswerStream,
+    Tariff,
+    complete,
+    error_body,
+    finish_reason,
+    read,
+    reader_of,
+    sse,
+    tariff_of,
+    usage_object,
+)
+from edge.ai.catalogue import Model
 from edge.ai.choices import ChoiceEvent, run_choices
+from edge.ai.completions import answer_prompts, read_prompt_inputs
+from edge.ai.dialects import dialect_of
 from edge.ai.fields import is_deep
 from edge.ai.gate import Gate, Principal
+from edge.ai.inputs import check_inputs, with_options
+from edge.ai.openai import answer_chat
+from edge.ai.response_bodies import read_response
+from edge.ai.responses import answer_response
 from edge.ai.schemas import Form
 from edge.ai.tool_calls import Call, Piece, Reader, put_together
-from edge.errors import InvalidInput
+from edge.errors import EdgeError, InvalidInput, NotSupported
 from edge.frames import Delta, Done
 
 _PADDING = "abdefghijklmnopqrstuvwxyz0123456789"
-_UNSUPPORTED_OPTIONS = ("queueRequest", "websocket")
+_UNSUPPORTED_OPTIONS = ("websocket",)
+_FORMS = ("messages", "prompt", "input")
+"""What models that answer in OpenAI's dialects are asked by, the last one those alone that speak Responses."""
+_OF_BATCHES = ("requests", "request_id")
+"""Inputs that make a batch or ask for one."""
 
 
 async def run_binding(
     gate: Gate, principal: Principal, model: str, inputs: Any, options: Mapping[str, Any]
-) -> dict[str, Any] | AnswerStream:
+) -> dict[str, Any] | list[dict[str, Any]] | AnswerStream:
     """The result of one call: a JSON value or, if `inputs` ask to `stream`, the bytes of an event stream.
 
     In JSON mode `response` is the parsed value; in a stream, or where the answer was cut short, its text. A stream is
@@ -43,19 +65,54 @@ async def run_binding(
     for option in _UNSUPPORTED_OPTIONS:
         if options.get(option):
             raise InvalidInput(f"the option {option} is not supported yet: leave it out", param=f"options.{option}")
+    if options.get("queueRequest") or (
+        isinstance(inputs, dict) and any(inputs.get(key) is not None for key in _OF_BATCHES)
+    ):
+        if gate.batches is None:
+            raise NotSupported("this node keeps no batches: leave queueRequest out")
+        return await gate.batches.answer(principal, model, inputs)
+    principal = with_options(principal, options)
     resolved = gate.catalogue.resolve(model)
-    request = schemas.native(inputs)
-    events = run_choices(gate, principal, resolved, request)
+    check_inputs(resolved, inputs)
+    match resolved.manifest.task:
+        case catalogue.TEXT_EMBEDDINGS:
+            return await embeddings.run(gate, principal, resolved, inputs)
+        case catalogue.TEXT_CLASSIFICATION:
+            return await classification.run(gate, principal, resolved, inputs)
+    return await _generate_text(gate, principal, resolved, inputs)
+
+
+async def _generate_text(gate: Gate, principal: Principal, model: Model, inputs: Any) -> dict[str, Any] | AnswerStream:
+    """The answer in the dialect of the model's family. The path names the model, whatever `inputs` say."""
+    dialect = dialect_of(model.id)
+    given = {key: value for key, value in inputs.items() if value is not None} if isinstance(inputs, dict) else {}
+    if dialect != "legacy":
+        _check_one_form(given)
+    if dialect == "responses" and "input" in given:
+        return await answer_response(gate, principal, model, read_response({**inputs, "model": model.id}))
+    if dialect != "legacy" and "prompt" in given:
+        asked = read_prompt_inputs(model.id, inputs)
+        return await answer_prompts(gate, principal, model, asked, shows_usage=True)
+    if dialect != "legacy":
+        body = {**inputs, "model": model.id} if isinstance(inputs, dict) else inputs
+        return await answer_chat(gate, principal, model, schemas.chat(body).request, shows_usage=True)
+    request, tariff = schemas.native(inputs), tariff_of(gate, principal, model)
+    events = run_choices(gate, principal, model, request)
     if request.stream:
-        encode = _Frames(resolved, request.form).encode
-        return await AnswerStream(events, encode, principal.request_id, {"response": ""}).accepted()
+        return await AnswerStream(events, _Frames(tariff, request.form), principal.request_id).accepted()
     (answer,) = await complete(events)
-    return _result(answer, resolved, request.form)
+    return _result(answer, tariff, request.form)
 
 
-def _result(answer: Answer, model: Model, form: Form) -> dict[str, Any]:
-    text, calls = read(form, answer.text)
-    shown = _tool_calls(calls)
+def _check_one_form(given: dict[str, Any]) -> None:
+    forms = [key for key in _FORMS if key in given]
+    if len(forms) > 1:
+        raise InvalidInput(f"bad input: $ needs one of {', '.join(_FORMS)}: {' and '.join(forms)} are given")
+
+
+def _result(answer: Answer, tariff: Tariff, form: Form) -> dict[str, Any]:
+    parts = read(form, answer.text)
+    text, shown = parts.text, _tool_calls(parts.calls)
     if shown is None:  # cut short
         text, shown = answer.text, []
     is_json = form == "json" and answer.finish_reason == "stop"
@@ -63,7 +120,7 @@ def _result(answer: Answer, model: Model, form: Form) -> dict[str, Any]:
         "response": _parsed(text) if is_json else text,
         **({"tool_calls": shown} if shown else {}),
         "finish_reason": finish_reason(answer.finish_reason, len(shown)),
-        "usage": usage_object([answer.usage], model),
+        "usage": usage_object([answer.usage], tariff),
     }
 
 
@@ -90,8 +147,8 @@ def _tool_calls(calls: list[Call]) -> list[dict[str, Any]] | None:
 class _Frames:
     """Encodes the events of one answer."""
 
-    def __init__(self, model: Model, form: Form) -> None:
-        self._model = model
+    def __init__(self, tariff: Tariff, form: Form) -> None:
+        self._tariff = tariff
         self._reader = reader_of(form)
         self._pieces: list[Piece] = []
         self._unread = ""
@@ -107,6 +164,10 @@ class _Frames:
             case _:
                 return b""
 
+    def failed(self, error: EdgeError, request_id: str) -> bytes:
+        """The error, for both families of clients; all events have a `response`."""
+        return sse({"response": "", **error_body(error, request_id)})
+
     def _text(self, text: str) -> bytes:
         # `p` has a random length, so that the sizes of encrypted packets do not tell the lengths of tokens.
         padding = _PADDING[: int(random.random() * len(_PADDING))]
@@ -121,7 +182,7 @@ class _Frames:
         elif shown:
             data += sse({"response": "", "tool_calls": shown})
         reason = finish_reason(done.finish_reason, len(shown or ()))
-        usage = usage_object([done.usage], self._model)
+        usage = usage_object([done.usage], self._tariff)
         return data + sse({"response": "", "finish_reason": reason, "usage": usage})
 
     def _read(self, reader: Reader, text: str) -> str:
@@ -132,32 +193,3 @@ class _Frames:
         """The text in `pieces`; what belongs to calls is kept for the end."""
         self._pieces += [piece for piece in pieces if not isinstance(piece, str)]
         return "".join(piece for piece in pieces if isinstance(piece, str))
-
-
-def list_models(catalogue: Catalogue, params: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What `env.AI.models(params)` gives: one page of the models, as `models/search` of the REST API shows them.
-
-    Raises:
-        InvalidInput: a parameter is of the wrong type or out of range.
-    """
-    try:
-        asked = msgspec.convert(params, _ModelsParams)
-    except msgspec.ValidationError as error:
-        raise InvalidInput(f"env.AI.models(): {error}") from error
-    found = catalogue.models(search=asked.search, task=asked.task, author=asked.author)
-    shown = found[(asked.page - 1) * asked.per_page :][: asked.per_page]
-    items = [catalogue_item(model, catalogue.prices) for model in shown]
-    return msgspec.json.decode(_models_encoder.encode(items), type=list[dict[str, Any]])  # prices as numbers
-
-
-class _ModelsParams(msgspec.Struct):
-    """`source` and `hide_experimental` choose among what a node does not have."""
-
-    search: str = ""
-    task: str = ""
-    author: str = ""
-    page: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 1
-    per_page: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1000
-
-
-_models_encoder = msgspec.json.Encoder(decimal_format="number")

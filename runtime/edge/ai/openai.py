@@ -7,22 +7,38 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from edge.ai import schemas
-from edge.ai.answers import Answer, AnswerStream, complete, finish_reason, read, reader_of, sse, usage_object
-from edge.ai.catalogue import Catalogue, Model
+from edge.ai.answers import (
+    Answer,
+    AnswerStream,
+    Tariff,
+    complete,
+    error_body,
+    finish_reason,
+    logprob_object,
+    read,
+    reader_of,
+    sse,
+    tariff_of,
+    usage_object,
+)
+from edge.ai.catalogue import TEXT_GENERATION, Catalogue, Model
 from edge.ai.choices import ChoiceEvent, run_choices
 from edge.ai.gate import Gate, Principal
+from edge.ai.inputs import with_options
 from edge.ai.schemas import TextGeneration
-from edge.ai.tool_calls import CallArguments, CallStart, Piece
+from edge.ai.tool_calls import CallArguments, CallStart, Piece, Thought
+from edge.errors import EdgeError
 from edge.frames import Delta, Done, Started, TokenLogprob, Usage
 
 _NO_TEXT = b'{"content":""}'
 """Cannot be a part of another value: quotes inside of JSON strings are escaped."""
-"""What OpenAI shows for a token that is impossible: JSON has no infinity."""
 
 
 async def chat_completion(gate: Gate, principal: Principal, body: Any) -> dict[str, Any] | AnswerStream:
@@ -35,33 +51,65 @@ async def chat_completion(gate: Gate, principal: Principal, body: Any) -> dict[s
         EdgeError: it was refused or failed.
     """
     asked = schemas.chat(body)
-    model = gate.catalogue.resolve(asked.model)
+    principal = with_options(principal, body.get("options"))
+    return await answer_chat(gate, principal, gate.catalogue.resolve(asked.model, TEXT_GENERATION), asked.request)
+
+
+async def answer_chat(
+    gate: Gate, principal: Principal, model: Model, request: TextGeneration, *, shows_usage: bool = False
+) -> dict[str, Any] | AnswerStream:
+    """The answer of `model` to a chat `request`, as `chat_completion` gives it.
+
+    `shows_usage`: a stream has the usage unasked, as on `/ai/run`: in the chunk that ends it, and in a last one without
+    choices. Some of the clients there read the one, some the other, and some add up what they find.
+    """
     head = {"id": f"chatcmpl-{principal.request_id}", "created": int(time.time()), "model": model.id}
-    events = run_choices(gate, principal, model, asked.request)
-    if asked.request.stream:
-        encode = _Chunks(model, head, asked.request).encode
-        return await AnswerStream(events, encode, principal.request_id, {}).accepted()
+    tariff = tariff_of(gate, principal, model)
+    events = run_choices(gate, principal, model, request)
+    if request.stream:
+        chunks = _Chunks(tariff, head, request, shows_usage=shows_usage)
+        return await AnswerStream(events, chunks, principal.request_id).accepted()
     answers = await complete(events)
     return {
         **head,
         "object": "chat.completion",
-        "choices": [_choice(index, answer, asked.request) for index, answer in enumerate(answers)],
-        "usage": usage_object([answer.usage for answer in answers], model),
+        "choices": [_choice(index, answer, request) for index, answer in enumerate(answers)],
+        "usage": usage_object([answer.usage for answer in answers], tariff, request.num_choices),
     }
 
 
+async def count_chat_tokens(gate: Gate, principal: Principal, body: Any) -> dict[str, Any]:
+    """How many tokens the prompt of an OpenAI chat `body` has; nothing is generated, and nothing charged.
+
+    Raises:
+        UnknownModel, InvalidInput, InvalidJson: the call is wrong.
+        EdgeError: it was refused or failed.
+    """
+    asked = schemas.chat(body)
+    model = gate.catalogue.resolve(asked.model, TEXT_GENERATION)
+    num_tokens = await gate.count_tokens(principal, model, asked.request)
+    return {"object": "chat.completion.input_tokens", "model": model.id, "input_tokens": num_tokens}
+
+
 def _choice(index: int, answer: Answer, request: TextGeneration) -> dict[str, Any]:
-    text, calls = read(request.form, answer.text)
-    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-    if calls:
-        message["content"] = text or None
-        message["tool_calls"] = [_tool_call(call.name, call.arguments) for call in calls]
+    parts = read(request.form, answer.text, splits_reasoning=True)
+    message: dict[str, Any] = {"role": "assistant", "content": parts.text, "refusal": None}
+    if parts.reasoning:
+        message |= _reasoning(parts.reasoning)
+    if parts.calls:
+        message["content"] = parts.text or None
+        message["tool_calls"] = [_tool_call(call.name, call.arguments) for call in parts.calls]
     return {
         "index": index,
         "message": message,
         "logprobs": None if request.sampling.logprobs is None else _logprobs(answer.logprobs),
-        "finish_reason": finish_reason(answer.finish_reason, len(calls)),
+        "finish_reason": finish_reason(answer.finish_reason, len(parts.calls)),
     }
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Under both names that clients look for."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _tool_call(name: str, arguments: str) -> dict[str, Any]:
@@ -73,24 +121,19 @@ def _tool_call(name: str, arguments: str) -> dict[str, Any]:
 
 
 def _logprobs(tokens: list[TokenLogprob]) -> dict[str, Any]:
-    content = [{**_logprob(token), "top_logprobs": [_logprob(top) for top in token.top]} for token in tokens]
-    return {"content": content, "refusal": None}
-
-
-def _logprob(token: TokenLogprob) -> dict[str, Any]:
-    return {"token": token.token, "logprob": token.logprob, "bytes": token.bytes}
+    return {"content": [logprob_object(token) for token in tokens], "refusal": None}
 
 
 class _Chunks:
     """Encodes the events of a call's choices. Most chunks differ in their text only, and only that is encoded anew."""
 
-    def __init__(self, model: Model, head: dict[str, Any], request: TextGeneration) -> None:
-        self._model = model
+    def __init__(self, tariff: Tariff, head: dict[str, Any], request: TextGeneration, *, shows_usage: bool) -> None:
+        self._tariff = tariff
         self._head = {**head, "object": "chat.completion.chunk"}
         self._has_logprobs = request.sampling.logprobs is not None
-        self._include_usage = request.include_usage
-        self._readers = [reader_of(request.form) for _ in range(request.num_choices)]
-        self._is_plain = self._readers[0] is None and not self._has_logprobs
+        self._shows_usage = shows_usage
+        self._include_usage = request.include_usage or shows_usage
+        self._readers = [reader_of(request.form, splits_reasoning=True) for _ in range(request.num_choices)]
         self._around_text = [self._chunk(i, {"content": ""}).split(_NO_TEXT) for i in range(request.num_choices)]
         self._usages: dict[int, Usage] = {}
 
@@ -98,8 +141,6 @@ class _Chunks:
         """The server-sent events for one event of one choice."""
         index, event = choice_event
         match event:
-            case Delta(text=text) if self._is_plain:
-                return self._text(index, text) if text else b""
             case Delta():
                 return self._delta(index, event)
             case Started():
@@ -114,12 +155,14 @@ class _Chunks:
     def _delta(self, index: int, delta: Delta) -> bytes:
         reader = self._readers[index]
         pieces: list[Piece] = [delta.text] if reader is None else reader.feed(delta.text)
-        data = self._pieces(index, pieces)
         if not self._has_logprobs or not delta.logprobs:
-            return data
+            return self._pieces(index, pieces)
+        logprobs = _logprobs(delta.logprobs)
+        texts = [piece for piece in pieces if isinstance(piece, str)]
+        if len(texts) == len(pieces):
+            return self._chunk(index, {"content": "".join(texts)}, logprobs=logprobs)
         # They belong to tokens, which are not cut where calls are: beside calls they have a chunk of their own.
-        text = delta.text if reader is None else ""
-        return (b"" if text else data) + self._chunk(index, {"content": text}, logprobs=_logprobs(delta.logprobs))
+        return self._pieces(index, pieces) + self._chunk(index, {"content": ""}, logprobs=logprobs)
 
     def _pieces(self, index: int, pieces: list[Piece]) -> bytes:
         data = b""
@@ -129,6 +172,8 @@ class _Chunks:
                     data += self._chunk(index, {"tool_calls": [{"index": call, **_tool_call(name, "")}]})
                 case CallArguments(index=call, text=text):
                     data += self._chunk(index, {"tool_calls": [{"index": call, "function": {"arguments": text}}]})
+                case Thought(text=text):
+                    data += self._chunk(index, _reasoning(text))
                 case str() if piece:
                     data += self._text(index, piece)
         return data
@@ -137,18 +182,33 @@ class _Chunks:
         reader = self._readers[index]
         data = self._pieces(index, reader.end()) if reader is not None else b""
         num_calls = reader.num_calls if reader is not None else 0
-        data += self._chunk(index, {}, finish_reason=finish_reason(done.finish_reason, num_calls))
         self._usages[index] = done.usage
-        if self._include_usage and len(self._usages) == len(self._readers):
-            usages = [usage for _, usage in sorted(self._usages.items())]
-            data += sse({**self._head, "choices": [], "usage": usage_object(usages, self._model)})
-        return data
+        reason = finish_reason(done.finish_reason, num_calls)
+        if not self._include_usage or len(self._usages) < len(self._readers):
+            return data + self._chunk(index, {}, finish_reason=reason)
+        usage = {
+            "usage": usage_object(
+                [usage for _, usage in sorted(self._usages.items())], self._tariff, len(self._readers)
+            )
+        }
+        data += self._chunk(index, {}, finish_reason=reason, more=usage if self._shows_usage else {})
+        return data + sse({**self._head, "choices": [], **usage})
+
+    def failed(self, error: EdgeError, request_id: str) -> bytes:
+        """The error, for both families of clients."""
+        return sse(error_body(error, request_id))
 
     def _chunk(
-        self, index: int, delta: dict[str, Any], *, finish_reason: str | None = None, logprobs: Any = None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        finish_reason: str | None = None,
+        logprobs: Any = None,
+        more: Mapping[str, Any] = MappingProxyType({}),
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return sse({**self._head, "choices": [choice]})
+        return sse({**self._head, "choices": [choice], **more})
 
 
 def model_list(catalogue: Catalogue) -> dict[str, Any]:

@@ -28,14 +28,22 @@ class CallArguments(msgspec.Struct, frozen=True):
     text: str
 
 
-Piece = str | CallStart | CallArguments
+class Thought(msgspec.Struct, frozen=True):
+    """More of the reasoning that comes before an answer."""
+
+    text: str
+
+
+Piece = str | Thought | CallStart | CallArguments
 
 
 class Reader(Protocol):
     """Takes one answer apart."""
 
-    num_calls: int
-    """Calls that have begun."""
+    @property
+    def num_calls(self) -> int:
+        """Calls that have begun."""
+        ...
 
     def feed(self, text: str) -> list[Piece]:
         """What `text`, which comes next, adds."""
@@ -58,7 +66,7 @@ class Call(msgspec.Struct):
 
 
 def put_together(pieces: list[Piece]) -> tuple[str, list[Call]]:
-    """The text and the calls of a whole answer."""
+    """The text and the calls of a whole answer, without its reasoning."""
     text, calls = "", []
     for piece in pieces:
         match piece:
@@ -66,7 +74,7 @@ def put_together(pieces: list[Piece]) -> tuple[str, list[Call]]:
                 calls.append(Call(name))
             case CallArguments(index=index, text=arguments):
                 calls[index].arguments += arguments
-            case _:
+            case str():
                 text += piece
     return text, calls
 
@@ -137,7 +145,7 @@ class HermesCalls:
     A block that is no call is shown as text. White space before a call, and after the last one, is dropped.
     """
 
-    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+    _OPEN, CLOSE = "<tool_call>", "</tool_call>"
     _MAX_TAGS_IN_STRINGS = 8
     """After so many closing tags, a block whose JSON still goes on is text; each costs a look at all of it."""
 
@@ -166,13 +174,13 @@ class HermesCalls:
 
     def _take(self, pieces: list[Piece]) -> bool:
         """Move what is certain from what is held to `pieces`; whether there may be more."""
-        tag = self._CLOSE if self._in_block else self._OPEN
+        tag = self.CLOSE if self._in_block else self._OPEN
         at = self._held.find(tag, max(0, self._num_searched - len(tag)))
         if at >= 0:
             return self._take_block(at, pieces) if self._in_block else self._open_block(at, pieces)
         self._num_searched = len(self._held)
         if not self._in_block:
-            shown = self._held[: len(self._held) - _num_unclear(self._held, tag)]
+            shown = self._held[: len(self._held) - num_unclear(self._held, tag)]
             _show(shown, pieces)
             self._held = self._held[len(shown) :]
             self._num_searched = 0
@@ -188,13 +196,13 @@ class HermesCalls:
         return True
 
     def _take_block(self, at: int, pieces: list[Piece]) -> bool:
-        block, end = self._held[:at], at + len(self._CLOSE)
+        block, end = self._held[:at], at + len(self.CLOSE)
         call = self._call(block)
         self._num_tags += 1
         if not call and self._num_tags < self._MAX_TAGS_IN_STRINGS and _is_cut_short(block):
-            self._num_searched = end + len(self._CLOSE)  # the tag is inside of a string
+            self._num_searched = end + len(self.CLOSE)  # the tag is inside of a string
             return True
-        pieces += call or [f"{self._space}{self._OPEN}{block}{self._CLOSE}"]
+        pieces += call or [f"{self._space}{self._OPEN}{block}{self.CLOSE}"]
         self._held, self._num_searched, self._in_block = self._held[end:], 0, False
         return True
 
@@ -224,7 +232,7 @@ def _show(text: str, pieces: list[Piece]) -> None:
         pieces.append(text)
 
 
-def _num_unclear(text: str, tag: str) -> int:
+def num_unclear(text: str, tag: str) -> int:
     """Characters at the end of `text` that may belong to a `tag`, or are white space before one."""
     for length in range(min(len(tag) - 1, len(text)), -1, -1):
         if text.endswith(tag[:length]):

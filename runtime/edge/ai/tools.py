@@ -44,7 +44,10 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 def read_tools(fields: Fields) -> Offer:
-    """The offer in `tools` and `tool_choice`; what is wrong becomes problems of `fields`."""
+    """The offer in `tools` and `tool_choice`; what is wrong becomes problems of `fields`.
+
+    A choice is read in the shape of chat bodies and in that of OpenAI's Responses, which has no object within.
+    """
     tools = _tools(fields)
     choice = fields.get("tool_choice")
     match choice:
@@ -55,16 +58,38 @@ def read_tools(fields: Fields) -> Offer:
         case "required":
             forced = tools
         case {"type": "function", "function": {"name": str(name)}}:
-            forced = [tool for tool in tools if tool.name == name]
-            if not forced and tools:
-                names = " or ".join(tool.name for tool in tools[:10])
-                fields.wrong("$.tool_choice.function.name", name, f"one of tools: {names}")
+            forced = _named(fields, tools, [name], "$.tool_choice.function.name")
+        case {"type": "function", "name": str(name)}:
+            forced = _named(fields, tools, [name], "$.tool_choice.name")
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}}:
+            tools = _named(fields, tools, [_name_of(each) for each in allowed], "$.tool_choice.allowed_tools.tools")
+            forced = tools if mode == "required" else []
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(allowed)}:
+            tools = _named(fields, tools, [_name_of(each) for each in allowed], "$.tool_choice.tools")
+            forced = tools if mode == "required" else []
         case _:
             fields.wrong("$.tool_choice", choice, _CHOICES)
             return Offer()
     if not fields.get("tools"):
         fields.problem("$.tool_choice", "asks for a call, but there are no tools")
     return Offer(tools, forced)
+
+
+def _named(fields: Fields, tools: list[Tool], names: list[Any], path: str) -> list[Tool]:
+    """Those of `tools` with one of `names`, each of which must be there."""
+    known = [tool.name for tool in tools]
+    for name in names:
+        if tools and name not in known:
+            fields.wrong(path, name, f"one of tools: {' or '.join(known[:10])}")
+    return [tool for tool in tools if tool.name in names]
+
+
+def _name_of(tool: Any) -> Any:
+    match tool:
+        case {"function": {"name": name}} | {"name": name}:
+            return name
+        case _:
+            return tool
 
 
 def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:

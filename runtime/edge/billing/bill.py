@@ -51,6 +51,14 @@ class Cost(msgspec.Struct, frozen=True):
     micro_neurons: int
     pico_dollars: int
 
+    def plus(self, other: Cost) -> Cost:
+        """The sum."""
+        return Cost(self.micro_neurons + other.micro_neurons, self.pico_dollars + other.pico_dollars)
+
+    def minus(self, other: Cost) -> Cost:
+        """The difference."""
+        return Cost(self.micro_neurons - other.micro_neurons, self.pico_dollars - other.pico_dollars)
+
 
 class Line(msgspec.Struct):
     """All calls of one model, worker or day."""
@@ -65,6 +73,10 @@ class Line(msgspec.Struct):
     compute_us: int = 0
     micro_neurons: int = 0
     pico_dollars: int = 0
+    batch_requests: int = 0
+    """Of the charged ones, those of asynchronous batches."""
+    batch_discount: Cost = Cost(0, 0)
+    """What they would have cost more; the amounts of this line are without it."""
     price_versions: set[str] = msgspec.field(default_factory=set)
 
     @property
@@ -136,11 +148,11 @@ def make_bill(ledger: Path, *, since_us: int, until_us: int, by: Grouping, accou
         EdgeError: the ledger cannot be read, or lacks the price book that a record names.
     """
     query = f"""
-        SELECT {_GROUPED_BY[by]}, status = 'error', model, served_by, price_version, count(*),
+        SELECT {_GROUPED_BY[by]}, status = 'error', model, served_by, price_version, trigger = 'batch', count(*),
                sum(input_tokens), sum(cached_input_tokens), sum(output_tokens), sum(compute_us)
         FROM usage
         WHERE ended_at >= :since AND ended_at < :until AND (:account IS NULL OR account = :account)
-        GROUP BY 1, 2, 3, 4, 5 ORDER BY 1
+        GROUP BY 1, 2, 3, 4, 5, 6 ORDER BY 1
     """
     with opened(ledger) as database:
         rows = database.execute(query, {"since": since_us, "until": until_us, "account": account}).fetchall()
@@ -164,12 +176,13 @@ def _call_cost(record: UsageRecord, books: dict[str, PriceBook]) -> Cost | None:
     if record.status == "error":
         return Cost(0, 0)
     tokens = Tokens(record.input_tokens, record.cached_input_tokens, record.output_tokens)
-    return _cost(tokens, _book(books, record.price_version), record.model, record.served_by)
+    book = _book(books, record.price_version)
+    return _cost(tokens, book, record.model, record.served_by, is_batch=record.trigger == "batch")
 
 
 def _lines(rows: Iterable[sqlite3.Row], books: dict[str, PriceBook]) -> list[Line]:
     lines: dict[str, Line] = {}
-    for key, is_failed, model, served_by, price_version, num_requests, *counts, compute_us in rows:
+    for key, is_failed, model, served_by, price_version, is_batch, num_requests, *counts, compute_us in rows:
         line = lines.setdefault(key, Line(key))
         tokens = Tokens(*counts)
         line.compute_us += compute_us
@@ -177,8 +190,10 @@ def _lines(rows: Iterable[sqlite3.Row], books: dict[str, PriceBook]) -> list[Lin
             line.failed_requests += num_requests
             line.failed.add(tokens)
             continue
-        cost = _cost(tokens, _book(books, price_version), model, served_by)
-        if cost is None:
+        book = _book(books, price_version)
+        cost = _cost(tokens, book, model, served_by, is_batch=bool(is_batch))
+        listed = _cost(tokens, book, model, served_by, is_batch=False)
+        if cost is None or listed is None:
             line.unpriced_requests += num_requests
             line.unpriced.add(tokens)
             continue
@@ -186,6 +201,8 @@ def _lines(rows: Iterable[sqlite3.Row], books: dict[str, PriceBook]) -> list[Lin
         line.charged.add(tokens)
         line.micro_neurons += cost.micro_neurons
         line.pico_dollars += cost.pico_dollars
+        line.batch_requests += num_requests if is_batch else 0
+        line.batch_discount = line.batch_discount.plus(listed).minus(cost)
         line.price_versions.add(price_version)
     return list(lines.values())
 
@@ -199,10 +216,12 @@ def _book(books: dict[str, PriceBook], price_version: str) -> PriceBook:
     return books[price_version]
 
 
-def _cost(tokens: Tokens, book: PriceBook, model: str, served_by: str) -> Cost | None:
+def _cost(tokens: Tokens, book: PriceBook, model: str, served_by: str, *, is_batch: bool) -> Cost | None:
     price = book.price(model, served_by)
     if price is None:
         return None
+    if is_batch:
+        price = book.in_batch(price)
     micro_neurons = price.micro_neurons(**msgspec.structs.asdict(tokens))
     return Cost(micro_neurons, micro_neurons * book.pico_dollars_per_micro_neuron)
 
@@ -218,6 +237,9 @@ def _line_json(line: Line, by: Grouping) -> dict[str, Any]:
         "unpriced_requests": line.unpriced_requests,
         "unpriced": msgspec.structs.asdict(line.unpriced),
         "compute_us": line.compute_us,
+        "batch_requests": line.batch_requests,
+        "batch_discount_neurons": neurons(line.batch_discount.micro_neurons),
+        "batch_discount_usd_exact": dollars(line.batch_discount.pico_dollars),
         "price_versions": sorted(line.price_versions),
         "neurons": None if line.is_unpriced else neurons(line.micro_neurons),
         "usd_exact": None if line.is_unpriced else dollars(line.pico_dollars),

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-Trigger = Literal["rest", "openai", "binding"]
+Trigger = Literal["rest", "openai", "binding", "batch"]
 Status = Literal["ok", "cancelled", "error"]
 
 

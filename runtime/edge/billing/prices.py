@@ -39,13 +39,15 @@ class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return input_tokens * self.input + cached_input_tokens * cached + output_tokens * self.output
 
 
-class PriceBook(msgspec.Struct, frozen=True, dict=True):
+class PriceBook(msgspec.Struct, frozen=True, dict=True, omit_defaults=True):
     """One version of all prices. A model that is not in it is unpriced, which is not the same as free."""
 
     version: str
     source: str
     pico_dollars_per_micro_neuron: int
     prices: dict[str, Price]
+    batch_discount: str = ""
+    """What calls of asynchronous batches cost less, as a fraction such as "1/2"; empty: nothing."""
 
     @cached_property
     def id(self) -> str:
@@ -55,6 +57,14 @@ class PriceBook(msgspec.Struct, frozen=True, dict=True):
     def price(self, model: str, served_by: str) -> Price | None:
         """The price of `model`, else of the installed model that serves it; None if both are unpriced."""
         return self.prices.get(model) or self.prices.get(served_by)
+
+    def in_batch(self, price: Price) -> Price:
+        """`price` as it is for calls of asynchronous batches."""
+        if not self.batch_discount:
+            return price
+        factor = 1 - Fraction(self.batch_discount)
+        cached = None if price.cached_input is None else _times(price.cached_input, factor)
+        return Price(_times(price.input, factor), _times(price.output, factor), cached)
 
     def to_json(self) -> bytes:
         """The book in its canonical form, for storage beside the records that it priced."""
@@ -71,6 +81,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     usd_per_1000_neurons: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,9}(\.[0-9]{1,30})?$")]
     neurons_per_million_tokens: dict[str, Price]
     source: str = ""
+    batch_discount: Annotated[str, msgspec.Meta(pattern=r"^([0-9]{1,4}/[0-9]{1,4})?$")] = ""
 
 
 def load_prices(path: Path | None = None) -> PriceBook:
@@ -84,11 +95,16 @@ def load_prices(path: Path | None = None) -> PriceBook:
         text = path.read_text()
         file = msgspec.convert(tomllib.loads(text, parse_float=_refuse_float), _File)
         factor = _pico_dollars_per_micro_neuron(file.usd_per_1000_neurons)
+        book = PriceBook(
+            file.version, file.source, factor, file.neurons_per_million_tokens, _batch_discount(file.batch_discount)
+        )
+        for model, price in book.prices.items():
+            _check_exact(book, model, price)
     except OSError as error:
         raise ConfigError(f"cannot read the price book {path}: {error.strerror}") from error
     except ValueError as error:  # not UTF-8, not TOML, not of this shape, or not exact
         raise ConfigError(f"price book {path}: {error}") from error
-    return PriceBook(file.version, file.source, factor, file.neurons_per_million_tokens)
+    return book
 
 
 def dollars(pico_dollars: int) -> str:
@@ -105,6 +121,34 @@ def _decimal_string(amount: int, per_unit: int) -> str:
     whole, part = divmod(abs(amount), per_unit)
     digits = f"{part:0{len(str(per_unit)) - 1}d}".rstrip("0")
     return f"{'-' if amount < 0 else ''}{whole}" + (f".{digits}" if digits else "")
+
+
+def _times(neurons_per_million: int, factor: Fraction) -> int:
+    product = neurons_per_million * factor
+    if product.denominator != 1:
+        raise ValueError(f"{neurons_per_million} times {factor} is no whole number")
+    return int(product)
+
+
+def _batch_discount(text: str) -> str:
+    """The fraction in its lowest terms; empty if it is none, or 0."""
+    if not text:
+        return ""
+    numerator, denominator = map(int, text.split("/"))
+    if numerator > denominator or denominator == 0:
+        raise ValueError(f"batch_discount is {text!r}, must be a fraction from 0/1 to 1/1")
+    fraction = Fraction(numerator, denominator)
+    return f"{fraction.numerator}/{fraction.denominator}" if fraction else ""
+
+
+def _check_exact(book: PriceBook, model: str, price: Price) -> None:
+    try:
+        book.in_batch(price)
+    except ValueError as error:
+        raise ValueError(
+            f"batch_discount is {book.batch_discount!r}, with which the price of {model!r} is not exact: {error}. "
+            "Choose another discount or another price"
+        ) from error
 
 
 def _refuse_float(text: str) -> NoReturn:
