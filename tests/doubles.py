@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncGenerator, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 from edge.ai.catalogue import Catalogue
 from edge.ai.gate import Event, Gate, Principal
 from edge.billing.meter import UsageRecord, new_id
 from edge.billing.prices import load_prices
 from edge.errors import MeteringUnavailable
-from edge.frames import Delta, Done, Generate, Started, Usage
+from edge.frames import Delta, Done, Encode, Encoded, Generate, Pooling, Started, Usage
 from edge.pool.base import OnUsage
 from edge.weights.manifest import DEFAULT_NAME, Manifest
 
@@ -28,7 +30,7 @@ def answer(*texts: str, finish_reason: str = "stop") -> list[Event]:
     return [Started(0, 15), *deltas, Done(0, finish_reason, deltas[-1].usage if deltas else Usage(10, 5, 0, 50))]
 
 
-Step = Event | Exception | asyncio.Event | Usage
+Step = Event | Encoded | Exception | asyncio.Event | Usage
 
 
 class ScriptedPool:
@@ -43,11 +45,17 @@ class ScriptedPool:
         self.script = list(script)
         self.scripts = scripts
         self.usage_at_cancel = usage_at_cancel
-        self.requests: list[Generate] = []
+        self.requests: list[Any] = []
         self.num_cancelled = 0
         self.is_called = asyncio.Event()
 
-    async def generate(self, request: Generate, on_usage: OnUsage) -> AsyncGenerator[Event, None]:
+    def generate(self, request: Generate, on_usage: OnUsage) -> AsyncGenerator[Event, None]:
+        return self._play(request, on_usage)
+
+    def encode(self, request: Encode, on_usage: OnUsage) -> AsyncGenerator[Started | Delta | Encoded, None]:
+        return self._play(request, on_usage)
+
+    async def _play(self, request: Generate | Encode, on_usage: OnUsage) -> AsyncGenerator[Any, None]:
         script = self.scripts[len(self.requests)] if self.scripts else self.script
         self.requests.append(request)
         self.is_called.set()
@@ -71,6 +79,12 @@ class ScriptedPool:
                 await asyncio.sleep(0)  # a real pool hears it from its engine
                 on_usage(self.usage_at_cancel)
             raise
+
+    async def count_tokens(self, request: Generate) -> int:
+        """As many as there are words."""
+        self.requests.append(request)
+        texts = [request.prompt or "", *(str(message["content"]) for message in request.messages or [])]
+        return sum(len(text.split()) for text in texts)
 
 
 class ListMeter:
@@ -136,8 +150,32 @@ def usage_record(**changes: object) -> UsageRecord:
     return UsageRecord(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def make_gate(pool: ScriptedPool, meter: ListMeter | None = None) -> Gate:
-    return Gate(pool, catalogue(), meter or ListMeter())
+ENCODER, CLASSIFIER, BGE_M3 = "all-minilm-l6-v2", "sentiment", "@cf/baai/bge-m3"
+
+
+def encoders() -> Catalogue:
+    """A model for each of the tasks."""
+    installed = [
+        manifest(),
+        manifest(ENCODER, task="text-embeddings", architecture="bert", context_length=256, dimensions=2),
+        manifest(CLASSIFIER, task="text-classification", architecture="bert", context_length=256),
+    ]
+    return Catalogue(installed, {BGE_M3: ENCODER}, load_prices())
+
+
+def encoded(*rows: Sequence[float], labels: Sequence[str] = (), pooling: Pooling = "mean") -> list[Any]:
+    """The replies to texts of 4 tokens each that become `rows`."""
+    usage = Usage(input_tokens=4 * len(rows), compute_us=50)
+    data = struct.pack(f"<{sum(map(len, rows))}f", *(number for row in rows for number in row))
+    return [
+        Started(0, usage.input_tokens),
+        Delta(0, "", Usage(input_tokens=4)),
+        Encoded(0, data, len(rows[0]), usage, None if labels else pooling, list(labels)),
+    ]
+
+
+def make_gate(pool: ScriptedPool, meter: ListMeter | None = None, models: Catalogue | None = None) -> Gate:
+    return Gate(pool, models or catalogue(), meter or ListMeter())
 
 
 PRINCIPAL = Principal(account="dev", trigger="binding", request_id="r-1", worker="demo", version="v1")

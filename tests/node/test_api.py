@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 
 from edge.errors import EngineLost, OutOfCapacity, PromptTooLong
-from edge.node.api import MAX_BODY_BYTES, routes
+from edge.node.api import routes
+from edge.node.api.bodies import MAX_BODY_BYTES
 
 BASE = "/client/v4/accounts/dev/ai"
 AUTH = {"authorization": "Bearer dev"}
@@ -119,7 +120,7 @@ async def test_search(client: httpx.AsyncClient) -> None:
     assert [item["name"] for item in (await search(search="llama"))["result"]] == [STAND_IN]
     assert (await search(task="Text Embeddings"))["result"] == []
     assert [item["name"] for item in (await search(author="meta", task="Text Generation"))["result"]] == [STAND_IN]
-    for wrong in ({"page": "0"}, {"page": "x"}, {"per_page": "1001"}, {"page": "²"}, {"format": "openrouter"}):
+    for wrong in ({"page": "0"}, {"page": "x"}, {"per_page": "1001"}, {"page": "²"}, {"format": "xml"}):
         response = await client.get(f"{BASE}/models/search", params=wrong)
         assert failure(response)[:2] == (400, 5006)
 
@@ -228,7 +229,7 @@ async def test_the_body_limit_holds_while_reading(client: httpx.AsyncClient) -> 
 
 
 async def test_large_bodies_under_way_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edge.node.api.MAX_HELD_BYTES", 3000)
+    monkeypatch.setattr("edge.node.api.bodies.MAX_HELD_BYTES", 3000)
     answers = asyncio.Event()
     pool = ScriptedPool(answers, *answer("1"))
     async with client_of(make_app(pool)) as client:
@@ -253,14 +254,14 @@ async def until_called(pool: ScriptedPool, num_calls: int) -> None:
             await pool.is_called.wait()
 
 
-async def test_batches_are_refused_wherever_they_are_asked_for(client: httpx.AsyncClient) -> None:
+async def test_batches_are_refused_wherever_they_are_asked_for_where_there_are_none(client: httpx.AsyncClient) -> None:
     for query, extra in (
         ("?queueRequest=true", {}),
         ("", {"options": {"queueRequest": True}}),
         ("", {"requests": [{}]}),
     ):
         response = await client.post(f"{BASE}/run/{MODEL}{query}", json={"prompt": "hi", **extra})
-        assert failure(response)[:2] == (400, 5006)
+        assert failure(response)[:2] == (400, 1008)
     response = await client.post(f"{BASE}/run/{MODEL}?queueRequest=false&tags=a", json={"prompt": "hi"})
     assert response.status_code == 200
 
@@ -322,7 +323,7 @@ def test_no_body_gives_a_5xx(body: Any, path: str, is_valid_otherwise: bool) -> 
     assert asyncio.run(post()) in (200, 400, 404)
 
 
-@pytest.mark.parametrize("levels", [70, 400, 800, 100_000])
+@pytest.mark.parametrize("levels", [70, 400, 800, 50_000])
 @pytest.mark.parametrize("opening", ['{"a":', "["])
 @pytest.mark.parametrize(
     "place",

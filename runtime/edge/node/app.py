@@ -11,12 +11,20 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edge.ai.catalogue import TEXT_GENERATION, Catalogue
+from edge.ai import rate_limits
+from edge.ai.batch import Batches
+from edge.ai.batch_store import BatchStore
+from edge.ai.catalogue import SERVED, Catalogue
+from edge.ai.finetunes import Finetunes
 from edge.ai.gate import Gate, Principal
-from edge.ai.native import list_models, run_binding
+from edge.ai.listing import list_models
+from edge.ai.native import run_binding
+from edge.auth import store as tokens_file
+from edge.auth.authenticator import Authenticator
 from edge.billing import ledger
 from edge.billing.ledger import Ledger
 from edge.billing.meter import new_id
@@ -29,7 +37,7 @@ from edge.bindings.queues import Queues
 from edge.bindings.r2 import R2
 from edge.bindings.ratelimit import RateLimits
 from edge.bindings.service import Services
-from edge.config import Config
+from edge.config import ApiConfig, Config
 from edge.errors import ConfigError, IsolateLost, UnknownWorker
 from edge.isolates.base import (
     Bundle,
@@ -46,6 +54,7 @@ from edge.isolates.egress_rules import Rules
 from edge.isolates.sandbox.layers import bitmask
 from edge.node import api
 from edge.node.access import Access, AccessLogged
+from edge.node.api.callers import credential_of
 from edge.node.bundle import bundle_of
 from edge.node.contained import contained
 from edge.node.cron import Cron
@@ -70,11 +79,12 @@ class Node:
 
     Args:
         config: of the worker that HTTP requests reach; what concerns the node as a whole is taken from it.
-        tokens: bearer token to account.
+        tokens: bearer token to account, beside the tokens in the state directory.
         show_tracebacks: whether an exception of a handler is answered with its traceback.
         say: where a line for the operator goes.
         access_log: called after every request.
         local_triggers: whether crons can be fired over HTTP, from this machine.
+        show_health: whether `/healthz` tells anybody what runs: processes, workers and models.
     """
 
     def __init__(
@@ -86,6 +96,7 @@ class Node:
         say: Callable[[str], None],
         access_log: Callable[[Access], None],
         local_triggers: bool = False,
+        show_health: bool = False,
     ) -> None:
         self._say = say
         self._store = ModelStore.in_state_dir(config.state_dir)
@@ -97,7 +108,20 @@ class Node:
         self._ai = {self._primary: config.ai}
         self.catalogue = Catalogue(self._served.values(), self._stand_ins(), prices)
         self.pool = LocalPool(self._paths(self._served), config.engine, config.state_dir / "cache" / "kernels")
-        self._gate = Gate(self.pool, self.catalogue, self._ledger)
+        self._gate = Gate(
+            self.pool,
+            self.catalogue,
+            self._ledger,
+            rate_limits=rate_limits.of(config.api, self.catalogue.known_ids),
+            call_timeout_s=config.api.call_timeout_s,
+        )
+        self._finetunes = self._gate.finetunes = Finetunes(config.state_dir / "finetunes", self.catalogue, self._store)
+        self._batches = self._gate.batches = Batches(
+            BatchStore(config.state_dir / "batches", max_account_bytes=config.batches.max_mb_per_account << 20),
+            self._gate,
+            concurrency=config.batches.concurrency,
+            retention_days=config.batches.retention_days,
+        )
         self._binding = _AiBinding(self._gate, self._layers_of)
         self.use_ai(config)
         self._queues = Queues(config.state_dir, self.event, say)
@@ -122,18 +146,20 @@ class Node:
             hidden_paths=(str(config.state_dir),),
         )
         self.triggers = Triggers(self.event, say)
-        self.app, self.direct = self._doors(tokens, show_tracebacks, local_triggers, access_log)
+        self._authenticator = Authenticator(config.state_dir / tokens_file.FILE_NAME, fixed=tokens)
+        self._health: api.Health = self._status if show_health else dict
+        self.app, self.direct = self._doors(config.api, show_tracebacks, local_triggers, access_log)
         self._parts = AsyncExitStack()
 
     def _doors(
         self,
-        tokens: Mapping[str, str],
+        config: ApiConfig,
         show_tracebacks: bool,
         local_triggers: bool,
         access_log: Callable[[Access], None],
     ) -> tuple[ASGIApp, Direct]:
         ingress = Ingress(self.isolates, lambda _: self._primary, show_tracebacks=show_tracebacks, error_log=self._say)
-        routes = api.routes(self._gate, tokens=tokens, health=self._health)
+        routes = api.routes(self._gate, tokens=self._authenticator, health=self._health, config=config)
         if local_triggers:
             routes += trigger_routes(self.triggers, self._find)
         workers = AssetsFirst(ingress, lambda _: self._assets.sites.get(self._primary))
@@ -146,6 +172,8 @@ class Node:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             """Most requests are for the workers; they need not pass Starlette's routes, which take their time."""
             is_ours = scope["type"] == "lifespan" or scope["path"].startswith(prefixes)
+            if is_ours and scope.get("path", "").startswith(api.OPENAI_PREFIX):
+                is_ours = self._is_for_api(scope)
             await (doors if is_ours else workers)(scope, receive, send)
 
         def worker_of(path: str) -> WorkerKey | None:
@@ -154,12 +182,24 @@ class Node:
 
         return AccessLogged(app, access_log), Direct(self.isolates, worker_of, ingress, access_log)
 
+    def _is_for_api(self, scope: Scope) -> bool:
+        """Whether a request below `/v1` is for the API: it has a token of this node, or there is no worker."""
+        key = self._primary
+        has_worker = key in self.isolates.workers() and self.isolates.status(key).version != ""
+        return not has_worker or (
+            scope["type"] == "http" and self._authenticator.is_ours(credential_of(Headers(scope=scope)))
+        )
+
     async def __aenter__(self) -> Self:
         # Closed in the reverse order: what starts handlers first, then handlers and what they call, and the ledger
         # last, since a call that is cut short is recorded as well.
+        self._parts.push_async_callback(self._authenticator.close)
+        self._parts.callback(self._finetunes.close)
         self._parts.push_async_callback(self._ledger.close)
         self._parts.push_async_callback(self._gate.close)
+        self._parts.push_async_callback(self._batches.close)  # what is under way in them ends with the pool
         self._parts.push_async_callback(self.pool.close)
+        self._parts.push_async_callback(self._batches.stop)
         self._parts.push_async_callback(self._hub.close)
         self._parts.push_async_callback(self.isolates.close)
         self._parts.push_async_callback(self._queues.stop)
@@ -168,6 +208,7 @@ class Node:
             await self.pool.start()
             await self.isolates.start()
             self.triggers.start()
+            self._batches.start()
         except BaseException:
             await self._parts.aclose()
             raise
@@ -313,7 +354,7 @@ class Node:
         return {
             name: self._store.root / name / manifest.file
             for name, manifest in installed.items()
-            if manifest.task == TEXT_GENERATION
+            if manifest.task in SERVED
         }
 
     async def _watch_models(self) -> None:
@@ -337,7 +378,7 @@ class Node:
                 self.pool.update(self._paths(installed))
                 self._say(f"Models    {', '.join(model.id for model in self.catalogue.models()) or 'none'}")
 
-    def _health(self) -> dict[str, Any]:
+    def _status(self) -> dict[str, Any]:
         return {"engine": self.pool.status(), "workers": [self.isolates.status(key) for key in self.isolates.workers()]}
 
     def _on_invocation(self, usage: InvocationUsage) -> None:
@@ -402,6 +443,6 @@ class _AiBinding:
         )
         answer = await run_binding(self._gate, principal, model, inputs, options)
         info = {"requestId": principal.request_id, "status": 200}
-        if isinstance(answer, dict):
+        if isinstance(answer, dict | list):
             return JsonAnswer(answer, info)
         return StreamAnswer(200, [("content-type", "text/event-stream")], answer, info)

@@ -12,6 +12,8 @@ T = TypeVar("T")
 
 HANG_UP = "edge.hang_up"
 """The ASGI extension under which a server that can tell gives a request its connection's `HangUp`."""
+DISCONNECT = "edge.disconnect"
+"""The ASGI extension under which a server that can do so gives what ends the connection at once, unsent data too."""
 
 
 class Cancellable(Protocol):

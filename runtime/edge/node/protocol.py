@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from edge.node.connection import HANG_UP, HangUp
+from edge.node.connection import DISCONNECT, HANG_UP, HangUp
 from edge.node.direct import Direct, Exchange
 from workers._wire import MAX_CHUNK_BYTES
 
@@ -30,13 +30,13 @@ LINGER_S = 2.0
 _TOO_LARGE = f"The request's head is over the limit of {MAX_HEAD_BYTES} bytes."
 _NO_HOST = "A request of HTTP/1.1 has one header `host`, with the name or address of this server and maybe a port."
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[-A-Za-z0-9._~%!$&'()*+,;=]*)(:\d{0,5})?")
-_NOT_SIMPLE = frozenset({b"transfer-encoding", b"upgrade", b"expect", b"x-forwarded-for", b"x-forwarded-proto"})
-"""Headers of requests whose body comes bit by bit, that become something else, or that come through a proxy that
-uvicorn may believe."""
+_NOT_SIMPLE = frozenset({b"transfer-encoding", b"upgrade", b"expect"})
+"""Headers of requests whose body comes bit by bit, or that become something else."""
 
 
 class LimitedHttp(HttpToolsProtocol):
-    """uvicorn's protocol; a client over a limit is disconnected. Requests carry the extension `HANG_UP`.
+    """uvicorn's protocol; a client over a limit is disconnected. Requests carry the extensions `HANG_UP` and
+    `DISCONNECT`.
 
     With `direct`, what is simple enough is not given to the ASGI app.
     """
@@ -213,7 +213,8 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_message_begin()
         self.url, self.expect_100_continue, self.headers = head
         self.scope["headers"] = self.headers
-        self.scope["extensions"] = {HANG_UP: self.hang_up}  # type: ignore[dict-item]
+        extensions = {HANG_UP: self.hang_up, DISCONNECT: self.transport.abort}
+        self.scope["extensions"] = extensions  # type: ignore[typeddict-item]
         super().on_headers_complete()
 
     def _goes_directly(self, host: str, content: bytes | None) -> bool:

@@ -1,4 +1,4 @@
-"""What a developer reads when `edge dev` is ready: the workers, what their `env` has, and how to reach them."""
+"""What `edge dev` and `edge serve` say when they are ready: workers, what their `env` has, and how to reach them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from edge.node.dev_vars import load_dev_vars
 from edge.weights.manifest import DEFAULT_SPEC
 
 
-def welcome(node: Node, configs: Sequence[Config], base: str, token: str, reload: bool) -> list[str]:
-    """The lines. `base` is the node's URL, `token` that of the account of the first of `configs`."""
+def welcome(node: Node, configs: Sequence[Config], base: str, access: str, reload: bool) -> list[str]:
+    """The lines. `base` is the node's URL, `access` how to get at the account of the first of `configs`."""
     account = configs[0].account_id
     has_ai = any(config.ai is not None for config in configs)
     return [
         *(line for config in configs for line in _worker(config, base, reload, node.serves(config))),
         *(_models(node, f"{base}/client/v4/accounts/{account}/ai") if has_ai else ()),
-        f"Account   {account}    Token {token}",
+        f"Account   {account}    {access}",
         *_sandbox(node, configs),
     ]
 
