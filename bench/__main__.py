@@ -15,7 +15,7 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 from bench.report import as_json, table
 from bench.settings import Settings
 
-BENCHES = ("engine", "isolates")
+BENCHES = ("engine", "isolates", "wire")
 """Modules of this package. They are imported when they are run, because that of the engine brings torch along."""
 
 

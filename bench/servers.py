@@ -90,8 +90,8 @@ def edge(source: str, kernels: Path, settings: str = "") -> Iterator[Server]:
         (folder / "state" / "cache").mkdir(parents=True)
         (folder / "state" / "cache" / "kernels").symlink_to(kernels)
         command = [sys.executable, "-c", "from edge.cli import main; main()", "dev", "--port", "0", "--no-reload"]
-        with _process(command, folder) as (process, log):
-            server = Server(_port_of_edge(process, log), process.pid)
+        with started(command, folder) as (process, log):
+            server = Server(port_of_edge(process, log), process.pid)
             _wait_until_quiet(server)
             yield server
 
@@ -99,10 +99,10 @@ def edge(source: str, kernels: Path, settings: str = "") -> Iterator[Server]:
 @contextlib.contextmanager
 def starlette() -> Iterator[Server]:
     """A bare Starlette application on uvicorn. Raises RuntimeError: it does not start."""
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, str(_PEERS / "starlette_hello.py"), str(port)]
-    with tempfile.TemporaryDirectory(prefix="bench-") as name, _process(command, Path(name)) as (process, log):
-        yield _answering(Server(port, process.pid), process, log)
+    with tempfile.TemporaryDirectory(prefix="bench-") as name, started(command, Path(name)) as (process, log):
+        yield answering(Server(port, process.pid), process, log)
 
 
 @contextlib.contextmanager
@@ -114,12 +114,12 @@ def workerd(folder: Path) -> Iterator[Server]:
         RuntimeError: it does not start.
     """
     program = _workerd_program(folder)
-    port = _free_port()
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         Path(name, "worker.js").write_text(_WORKERD_HELLO)
         Path(name, "config.capnp").write_text(_WORKERD_CONFIG.format(port=port))
-        with _process([str(program), "serve", "config.capnp"], Path(name)) as (process, log):
-            yield _answering(Server(port, process.pid), process, log)
+        with started([str(program), "serve", "config.capnp"], Path(name)) as (process, log):
+            yield answering(Server(port, process.pid), process, log)
 
 
 @contextlib.contextmanager
@@ -131,10 +131,10 @@ def litserve(folder: Path) -> Iterator[Server]:
         RuntimeError: it does not start.
     """
     python = install(LITSERVE, folder)
-    port = _free_port()
+    port = free_port()
     command = [str(python), str(_PEERS / LITSERVE.script), str(port)]
-    with tempfile.TemporaryDirectory(prefix="bench-") as name, _process(command, Path(name)) as (process, log):
-        yield _answering(Server(port, process.pid, http_load.post("/predict", "{}")), process, log)
+    with tempfile.TemporaryDirectory(prefix="bench-") as name, started(command, Path(name)) as (process, log):
+        yield answering(Server(port, process.pid, http_load.post("/predict", "{}")), process, log)
 
 
 def _workerd_program(folder: Path) -> Path:
@@ -161,13 +161,19 @@ def _workerd_program(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _process(command: list[str], folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A process of its own session and the file with its output; ended, with all that it started, afterwards."""
+def started(
+    command: list[str], folder: Path, environment: dict[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A process of its own session and the file with its output; ended, with all that it started, afterwards.
+
+    `environment` is added to that of the bench.
+    """
     log = folder / "output.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
             cwd=folder,
+            env={**os.environ, **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -184,7 +190,8 @@ def _process(command: list[str], folder: Path) -> Iterator[tuple[subprocess.Pope
         process.wait()
 
 
-def _port_of_edge(process: subprocess.Popen[bytes], log: Path) -> int:
+def port_of_edge(process: subprocess.Popen[bytes], log: Path) -> int:
+    """Where `edge dev` listens, once it says so in the file `log`."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while process.poll() is None and time.monotonic() < deadline:
         found = _READY.search(log.read_text(errors="replace"))
@@ -203,9 +210,11 @@ def _wait_until_quiet(server: Server) -> None:
         time.sleep(1)
 
 
-def _answering(server: Server, process: subprocess.Popen[bytes], log: Path) -> Server:
-    """`server`, once it says hello."""
-    deadline = time.monotonic() + START_TIMEOUT_S
+def answering(
+    server: Server, process: subprocess.Popen[bytes], log: Path, timeout_s: float = START_TIMEOUT_S
+) -> Server:
+    """`server`, once it says hello. Raises RuntimeError: it does not within `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
     while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(OSError, RuntimeError), http_load.connect(server.port) as sock:
             _, data = http_load.exchange(sock, server.request.encode("latin-1"))
@@ -215,7 +224,8 @@ def _answering(server: Server, process: subprocess.Popen[bytes], log: Path) -> S
     raise RuntimeError(f"{process.args!r} does not answer:\n{log.read_text(errors='replace')[-2000:]}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return int(sock.getsockname()[1])
 

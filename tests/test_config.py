@@ -11,7 +11,9 @@ from msgspec.structs import fields
 
 from edge.config import (
     AiConfig,
+    ApiConfig,
     AssetsConfig,
+    BatchesConfig,
     BillingConfig,
     Config,
     DevConfig,
@@ -134,7 +136,9 @@ def test_the_annotated_reference_names_every_key_and_shows_the_defaults() -> Non
         (AssetsConfig, "[assets]"),
         (TriggersConfig, "[triggers]"),
         (EngineConfig, "[engine]"),
+        (ApiConfig, "[api]"),
         (BillingConfig, "[billing]"),
+        (BatchesConfig, "[batches]"),
         (ModelOptions, "[engine.models.my-model]"),
     ]:
         assert re.search(rf"^(# )?{re.escape(section)}$", text, re.MULTILINE)
@@ -148,6 +152,7 @@ def test_the_annotated_reference_names_every_key_and_shows_the_defaults() -> Non
             )
     config = load(ROOT / "wrangler-like.toml", ROOT)
     assert (config.limits, config.dev, config.engine) == (LimitsConfig(), DevConfig(), EngineConfig())
+    assert config.api == ApiConfig()
     assert config.state_dir == ROOT / ".edge"
 
 

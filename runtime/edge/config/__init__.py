@@ -287,11 +287,51 @@ class AssetsConfig(msgspec.Struct, frozen=True):
     """Whether, or for which paths, the worker is asked before the files are."""
 
 
+class ApiConfig(msgspec.Struct, frozen=True):
+    """`[api]`: Workers AI's REST API and OpenAI's."""
+
+    rate_limits: Literal["on", "off"] | None = None
+    """Whether the calls of an account are limited, also those of its workers; None: `off` in `edge dev`, else `on`."""
+    requests_per_minute: Annotated[
+        dict[str, Annotated[int, Meta(ge=0, le=1 << 31)]],
+        Meta(description="a table of whole numbers of at least 0, by task or model"),
+    ] = {}
+    """Calls that one account may make within a minute, by task or model, over those that Workers AI publishes; 0: any
+    number."""
+    call_timeout_s: Annotated[
+        float, Meta(ge=0, le=86_400, description="a number of seconds from 0 (any time) to 86400")
+    ] = 600.0
+    """Seconds that one model call may take, waiting included; then it ends with 408. 0: any time."""
+    keep_alive_s: Annotated[float, Meta(ge=0, le=3600, description="a number of seconds from 0 (never) to 3600")] = 15.0
+    """Seconds without an event after which an event stream gets a comment, for proxies that end silent connections; 0:
+    never."""
+    read_timeout_s: Annotated[
+        float, Meta(ge=0, le=86_400, description="a number of seconds from 0 (any time) to 86400")
+    ] = 300.0
+    """Seconds for which the reader of an event stream may take nothing before it is disconnected; 0: any time."""
+    cors_origins: Annotated[
+        list[Annotated[str, Meta(pattern=r"^(\*|https?://[^/\s]+)$")]],
+        Meta(description='a list of origins such as "https://app.example.com", or "*" for any'),
+    ] = []
+    """Origins whose web pages may call the API from a browser."""
+
+
 class BillingConfig(msgspec.Struct, frozen=True):
     """`[billing]`: what calls cost."""
 
     prices: Annotated[Path, Meta(description='the path of a price book, such as "prices.toml"')] | None = None
     """The price book; None: the packaged one, with the prices that Workers AI publishes."""
+
+
+class BatchesConfig(msgspec.Struct, frozen=True):
+    """`[batches]`: asynchronous batches, and the files that they read and write."""
+
+    concurrency: Annotated[int, Meta(ge=1, le=1000, description="a whole number from 1 to 1000")] = 8
+    """Requests of batches that are under way at a time while nobody else makes calls; else it is one."""
+    retention_days: Annotated[int, Meta(ge=1, le=3650, description="a whole number of days from 1 to 3650")] = 7
+    """After which batches that ended, and files, are removed."""
+    max_mb_per_account: Annotated[int, Meta(ge=1, le=1 << 20, description="a whole number of MB of at least 1")] = 1024
+    """MB that the requests, answers and files of an account may hold when more is taken in."""
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -331,7 +371,9 @@ class Config(msgspec.Struct, frozen=True):
     egress: EgressConfig = EgressConfig()
     dev: DevConfig = DevConfig()
     engine: EngineConfig = EngineConfig()
+    api: ApiConfig = ApiConfig()
     billing: BillingConfig = BillingConfig()
+    batches: BatchesConfig = BatchesConfig()
     state_dir: Annotated[Path, Meta(description='the path of a folder, such as ".edge"')] = Path(".edge")
     """Where models, the ledger and logs live."""
 

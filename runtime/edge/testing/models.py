@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from edge.ai.catalogue import TEXT_GENERATION, Catalogue
+from edge.ai.catalogue import SERVED, Catalogue
 from edge.ai.gate import Gate, Principal
-from edge.ai.native import list_models, run_binding
+from edge.ai.listing import list_models
+from edge.ai.native import run_binding
 from edge.billing.meter import Meter, new_id
 from edge.billing.prices import PriceBook
 from edge.config import Config
@@ -26,7 +27,7 @@ class InstalledModels:
     def __init__(self, config: Config, prices: PriceBook, meter: Meter) -> None:
         store = ModelStore.in_state_dir(config.state_dir)
         installed = store.list()
-        paths = {each.name: store.root / each.name / each.file for each in installed if each.task == TEXT_GENERATION}
+        paths = {each.name: store.root / each.name / each.file for each in installed if each.task in SERVED}
         stand_ins = config.ai.models if config.ai is not None else {}
         self._pool = LocalPool(paths, config.engine, config.state_dir / "cache" / "kernels")
         self._gate = Gate(self._pool, Catalogue(installed, stand_ins, prices), meter)
@@ -46,7 +47,7 @@ class InstalledModels:
         )
         answer = await run_binding(self._gate, principal, model, inputs, options)
         info = {"requestId": principal.request_id, "status": 200}
-        if isinstance(answer, dict):
+        if isinstance(answer, dict | list):
             return JsonAnswer(answer, info)
         return StreamAnswer(200, [("content-type", "text/event-stream")], answer, info)
 

@@ -1,0 +1,296 @@
+"""The API layer alone: a node whose engine takes no time, beside litellm's proxy with the same stub behind it.
+
+Each server has one core of the machine, and stub and client the others. So what is measured is what a request costs
+before and after the model: HTTP, authentication, checks, the frames to the engine, metering, and the way back.
+A token counts as late when it comes more than one interval after it was due.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from bench import servers, wire_load
+from bench.http_load import post
+from bench.peers import Peer, PeerUnavailable, install
+from bench.report import Row, Target, compared, measured, missing
+from bench.servers import Server
+from bench.settings import Settings
+from bench.wire_load import Load, Result
+from edge.weights.manifest import FILE_NAME, Manifest
+
+LITELLM = Peer("litellm", "", ("litellm[proxy]==1.106.12",), "folder")
+LITELLM_START_TIMEOUT_S = 240.0
+"""It imports for long."""
+LITELLM_TOKEN = "sk-bench"
+MODEL = "stub"
+NUM_CLIENTS = 64
+NUM_TOKENS = 16
+NUM_STREAMS = 64
+TOKENS_PER_S = 100
+_ACCOUNT = "/client/v4/accounts/dev/ai"
+_CHAT, _RUN = f"{_ACCOUNT}/v1/chat/completions", f"{_ACCOUNT}/run/{MODEL}"
+_PEERS = Path(__file__).parent / "peers"
+_MESSAGES = [{"role": "user", "content": "Say something of sixteen tokens."}]
+_CONFIG = 'name = "bench"\nmain = "worker.py"\nstate_dir = "state"\n[ai]\n[engine]\nmax_batch_size = 256\n'
+_WORKER = "from workers import WorkerEntrypoint\n\n\nclass Default(WorkerEntrypoint):\n    pass\n"
+_LITELLM_CONFIG = """\
+model_list:
+  - model_name: {model}
+    litellm_params: {{model: openai/{model}, api_base: "http://127.0.0.1:{port}/v1", api_key: none}}
+general_settings: {{master_key: {token}}}
+litellm_settings: {{telemetry: false, set_verbose: false}}
+"""
+_LITELLM_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LITELLM_LOG": "ERROR",
+    "LITELLM_MODE": "PRODUCTION",
+    "LITELLM_TELEMETRY": "False",
+    "NO_DOCS": "True",
+}
+"""What its own guide for production says, and what keeps it off the network."""
+
+
+def run(settings: Settings) -> tuple[list[Row], dict[str, str]]:
+    """The rows of all sections that `settings` ask for, and the versions of the peers."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        return [missing("the wire", "", "it takes two cores: one for the server, one for the client")], {}
+    race = _Race(settings, cores[:1], cores[1:])
+    rows = [row for name in settings.sections for row in SECTIONS[name](race)]
+    return rows, {"litellm": LITELLM.requirements[0].partition("==")[2]}
+
+
+class _Race:
+    """The servers, each started when it is first needed and for one load after the other."""
+
+    def __init__(self, settings: Settings, cores: list[int], client_cores: list[int]) -> None:
+        self.settings = settings
+        self.client_cores = client_cores
+        self._cores = cores
+        self.absent = "" if settings.peers else "measured with --peers"
+        """Why there is no litellm."""
+
+    @contextlib.contextmanager
+    def edge(self) -> Iterator[Server]:
+        """The node."""
+        with _edge(self._cores, self.client_cores) as server:
+            yield server
+
+    @contextlib.contextmanager
+    def litellm(self) -> Iterator[Server | None]:
+        """The proxy, or None where it is `absent`."""
+        if self.absent:
+            yield None
+            return
+        with contextlib.ExitStack() as stack:
+            try:
+                server = stack.enter_context(_litellm(self.settings, self._cores, self.client_cores))
+            except (PeerUnavailable, RuntimeError) as error:
+                self.absent = str(error)
+                server = None
+            yield server
+
+    def load(self, server: Server, request: str, num_clients: int, *, num_tokens: int = 0) -> Result:
+        """That load, after a short one to warm up."""
+        seconds = 2.0 if self.settings.quick else 10.0
+        load = partial(Load, server.port, server.pid, request, num_clients, self.client_cores)
+        if num_tokens:
+            return wire_load.run(load(num_tokens=num_tokens))
+        wire_load.run(load(seconds=1.0))
+        return wire_load.run(load(seconds=seconds))
+
+
+# -- sections ----------------------------------------------------------------------------------------------
+
+
+def requests(race: _Race) -> list[Row]:
+    """Whole chat completions: how many a second, and what one takes."""
+    with race.edge() as server:
+        many = race.load(server, _chat("dev"), NUM_CLIENTS)
+        one = race.load(server, _chat("dev"), 1)
+        native = race.load(server, _post(_RUN, "dev", {"messages": _MESSAGES, "max_tokens": NUM_TOKENS}), NUM_CLIENTS)
+    with race.litellm() as proxy:
+        peer_many = proxy and race.load(proxy, _chat(LITELLM_TOKEN, "/v1/chat/completions"), NUM_CLIENTS)
+        peer_one = proxy and race.load(proxy, _chat(LITELLM_TOKEN, "/v1/chat/completions"), 1)
+    each = f"{NUM_CLIENTS} clients"
+    return [
+        _row(f"chat completions, {each}, one core", "req/s", _per_s, many, peer_many, race, Target(">=", 3, "x")),
+        _row(f"chat completions, {each}, p50", "ms", _p50, many, peer_many, race),
+        _row(f"chat completions, {each}, p99", "ms", _p99, many, peer_many, race, Target(">=", 1, "x")),
+        _row("the server's CPU time for a chat completion", "ms", _cpu_ms, many, peer_many, race),
+        _row("added to a chat completion, 1 client, p50", "ms", _p50, one, peer_one, race),
+        _row("added to a chat completion, 1 client, p99", "ms", _p99, one, peer_one, race),
+        measured(f"ai/run, {each}, one core", _per_s(native), "req/s"),
+    ]
+
+
+def streams(race: _Race) -> list[Row]:
+    """Streams that all get a token at the same moment, over and over."""
+    num_tokens = TOKENS_PER_S * (5 if race.settings.quick else 20)
+    with race.edge() as server:
+        ours = race.load(server, _stream("dev", _CHAT, num_tokens), NUM_STREAMS, num_tokens=num_tokens)
+    with race.litellm() as proxy:
+        request = _stream(LITELLM_TOKEN, "/v1/chat/completions", num_tokens)
+        theirs = proxy and race.load(proxy, request, NUM_STREAMS, num_tokens=num_tokens)
+    load = f"{NUM_STREAMS} streams of {TOKENS_PER_S} tokens/s, one core"
+    note = f"of {len(ours.delays_ms)}; the latest {max(ours.delays_ms):.1f} ms after it was due"
+    peer = {} if theirs is None else {"peer": "litellm", "peer_value": float(_num_late(theirs))}
+    target = Target("<=", 0)
+    late = Row(
+        metric=f"{load}: late tokens",
+        value=float(_num_late(ours)),
+        unit="",
+        target=str(target),
+        ok=target.holds(_num_late(ours)),
+        note=note if theirs is not None else f"{note}; litellm: {race.absent}",
+        **peer,
+    )
+    return [
+        late,
+        _row(f"{load}: delay of a token, p50", "ms", lambda r: _percentile(r.delays_ms, 50), ours, theirs, race),
+        _row(f"{load}: delay of a token, p99", "ms", lambda r: _percentile(r.delays_ms, 99), ours, theirs, race),
+        _row(f"{load}: gap between tokens, p99", "ms", lambda r: _percentile(r.gaps_ms, 99), ours, theirs, race),
+        _row(f"{load}: share of the core", "%", lambda r: 100 * r.server_cpu_s / r.elapsed_s, ours, theirs, race),
+    ]
+
+
+def _row(
+    metric: str,
+    unit: str,
+    figure: Callable[[Result], float],
+    ours: Result,
+    theirs: Result | None,
+    race: _Race,
+    target: Target | None = None,
+) -> Row:
+    if theirs is None:
+        return missing(metric, unit, race.absent, value=figure(ours), peer="litellm", target=target)
+    return compared(
+        metric,
+        figure(ours),
+        unit,
+        peer="litellm",
+        peer_value=figure(theirs),
+        target=target,
+        is_less_better=unit != "req/s",
+    )
+
+
+def _per_s(result: Result) -> float:
+    return len(result.latencies_ms) / result.elapsed_s
+
+
+def _p50(result: Result) -> float:
+    return statistics.median(result.latencies_ms)
+
+
+def _p99(result: Result) -> float:
+    return _percentile(result.latencies_ms, 99)
+
+
+def _cpu_ms(result: Result) -> float:
+    return 1000 * result.server_cpu_s / len(result.latencies_ms)
+
+
+def _percentile(values: list[float], percent: int) -> float:
+    return sorted(values)[min(len(values) - 1, len(values) * percent // 100)]
+
+
+def _num_late(result: Result) -> int:
+    return sum(delay > 1000 / TOKENS_PER_S for delay in result.delays_ms)
+
+
+# -- what is sent ------------------------------------------------------------------------------------------
+
+
+def _chat(token: str, path: str = _CHAT) -> str:
+    return _post(path, token, {"model": MODEL, "messages": _MESSAGES, "max_tokens": NUM_TOKENS})
+
+
+def _stream(token: str, path: str, num_tokens: int) -> str:
+    """The stub takes `seed` for the rate."""
+    options = {"max_tokens": num_tokens, "seed": TOKENS_PER_S, "stream": True}
+    return _post(path, token, {"model": MODEL, "messages": _MESSAGES, **options})
+
+
+def _post(path: str, token: str, body: dict[str, object]) -> str:
+    head, _, rest = post(path, json.dumps(body)).partition("\r\n")
+    return f"{head}\r\nAuthorization: Bearer {token}\r\n{rest}"
+
+
+# -- servers -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _edge(cores: list[int], engine_cores: list[int]) -> Iterator[Server]:
+    """A node with the stub as its engine. Raises RuntimeError: it does not start."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        (folder / "worker.py").write_text(_WORKER)
+        (folder / "edge.toml").write_text(_CONFIG)
+        _install_stub(folder / "state" / "models" / MODEL)
+        command = [sys.executable, str(_PEERS / "stub_node.py"), _list(cores), _list(engine_cores)]
+        with servers.started([*command, "dev", "--port", "0", "--no-reload"], folder) as (process, log):
+            server = Server(servers.port_of_edge(process, log), process.pid, _chat("dev"))
+            yield servers.answering(server, process, log)
+
+
+def _install_stub(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "model.gguf").write_bytes(b"")
+    manifest = Manifest(
+        name=MODEL,
+        file="model.gguf",
+        source="bench",
+        sha256="0" * 64,
+        size_bytes=0,
+        architecture="stub",
+        context_length=1 << 20,
+        created_at=datetime.now(UTC),
+    )
+    manifest.write(folder / FILE_NAME)
+
+
+@contextlib.contextmanager
+def _litellm(settings: Settings, cores: list[int], stub_cores: list[int]) -> Iterator[Server]:
+    """litellm's proxy with one worker process and the stub behind it.
+
+    Raises:
+        PeerUnavailable: it cannot be installed here.
+        RuntimeError: it does not start.
+    """
+    python = install(LITELLM, settings.state_dir / "bench")
+    stub_port, port = servers.free_port(), servers.free_port()
+    stub = [sys.executable, str(_PEERS / "stub_openai.py"), str(stub_port), _list(stub_cores)]
+    proxy = [str(python.with_name("litellm")), "--config", "litellm.yaml", "--port", str(port), "--num_workers", "1"]
+    pinned = ["taskset", "--cpu-list", _list(cores), *proxy, "--host", "127.0.0.1"]
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        config = _LITELLM_CONFIG.format(model=MODEL, port=stub_port, token=LITELLM_TOKEN)
+        (folder / "litellm.yaml").write_text(config)
+        (folder / "stub").mkdir()
+        process, log = stack.enter_context(servers.started(stub, folder / "stub"))
+        servers.answering(Server(stub_port, process.pid, _chat("none")), process, log)
+        process, log = stack.enter_context(servers.started(pinned, folder, _LITELLM_ENVIRONMENT))
+        server = Server(port, process.pid, _chat(LITELLM_TOKEN, "/v1/chat/completions"))
+        yield servers.answering(server, process, log, LITELLM_START_TIMEOUT_S)
+
+
+def _list(cores: list[int]) -> str:
+    return ",".join(map(str, cores))
+
+
+SECTIONS: dict[str, Callable[[_Race], list[Row]]] = {
+    "requests": requests,
+    "streams": streams,
+}
