@@ -20,7 +20,7 @@ from edge.config import ModelOptions
 from edge.engine import kernels as native
 from edge.engine.fidelity import Subject, compare, make_cache
 from edge.engine.kernels import Kernels, KernelsUnavailable
-from edge.engine.kv_cache import Int4Options
+from edge.engine.kv_cache import KvOptions
 from edge.engine.models.decoder import Decoder
 from edge.engine.process import num_cores
 from edge.engine.runner import load
@@ -32,14 +32,17 @@ MAX_TEXT_TOKENS = 2048
 QUANTIZE_TIMEOUT_S = 3600.0
 RECIPES = {"int8": Recipe(bits=8, group=0), "int4": Recipe(bits=4, group=32)}
 
-INT4_VARIANTS = {
-    "": Int4Options(),
-    ", no rotation": Int4Options(rotate_keys=False),
-    ", keys and values rotated": Int4Options(rotate_values=True),
-    ", without sink and window": Int4Options(sink_pages=0, window_pages=0),
-    ", plain rounding": Int4Options(rotate_keys=False, sink_pages=0, window_pages=0),
+KV_VARIANTS = {
+    "float32": KvOptions(),
+    "int8": KvOptions(),
+    "int8, no rotation": KvOptions(rotate_keys=False),
+    "int4": KvOptions(),
+    "int4, no rotation": KvOptions(rotate_keys=False),
+    "int4, keys and values rotated": KvOptions(rotate_values=True),
+    "int4, without sink and window": KvOptions(sink_pages=0, window_pages=0),
+    "int4, plain rounding": KvOptions(rotate_keys=False, sink_pages=0, window_pages=0),
 }
-"""What distinguishes them from the default, and the options."""
+"""A format, what distinguishes it from the default, and the options."""
 
 
 def kv_sizes(file: Path, num_tokens: int) -> dict[str, float]:
@@ -64,12 +67,11 @@ def kv_fidelity(name: str, file: Path) -> Iterator[Row]:
     model, texts = _model(file, ModelOptions(weights="float32")), _texts(file)
     num_tokens = max(map(len, texts))
     reference = Subject(model, make_cache(model.config, num_tokens, "bfloat16", torch.device("cpu")))
-    for kv, target in (("float32", None), ("int8", Target("<=", 2e-3))):
-        candidate = Subject(model, make_cache(model.config, num_tokens, kv, torch.device("cpu")))
-        yield _kl_row(f"{metric}, {kv}", compare(reference, candidate, texts), target)
-    for variant, options in INT4_VARIANTS.items():
-        int4 = Subject(model, make_cache(model.config, num_tokens, "int4", torch.device("cpu"), options))
-        yield _kl_row(f"{metric}, int4{variant}", compare(reference, int4, texts), None)
+    for variant, options in KV_VARIANTS.items():
+        kv = variant.partition(",")[0]
+        candidate = Subject(model, make_cache(model.config, num_tokens, kv, torch.device("cpu"), options))
+        target = Target("<=", 2e-3) if variant == "int8" else None
+        yield _kl_row(f"{metric}, {variant}", compare(reference, candidate, texts), target)
 
 
 def weight_fidelity(name: str, file: Path) -> Iterator[Row]:

@@ -1,8 +1,8 @@
 """The client of `bench wire`: one request over and over on many connections, or one stream on each, on bare sockets.
 
 `python -m bench.wire_load` reads a `Load` from stdin as JSON and writes a `Result`. While the load runs it only notes
-what came when; streams are read afterwards. The text of a stream's tokens is when each was due, as `peers/stub_engine`
-writes it, so that what is measured is the way from there to here.
+what came when; streams are read afterwards. The text of a stream's tokens, as `peers/stub_engine` writes it, is when
+each was due and how late it was then already, so that a stub that gets no core is not taken for a slow server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from bench.http_load import connect
 
 TIMEOUT_S = 60.0
-_DUE = re.compile(rb"(\d{7,}) ")
+_TIMED = re.compile(rb"(\d{7,})\+(\d+) ")
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class Result:
     """Of each token, from when it was due to when it was here."""
     gaps_ms: list[float] = field(default_factory=list)
     """Between the tokens of a stream."""
+    stub_delays_ms: list[float] = field(default_factory=list)
+    """Of each token, in the order of `delays_ms`, from when it was due to when the stub wrote it."""
 
 
 def run(load: Load) -> Result:
@@ -148,32 +150,37 @@ def _streams(load: Load, socks: dict[int, socket.socket], epoll: select.epoll) -
     return list(received.values())
 
 
-def _times(load: Load, received: list[list[tuple[float, bytes]]]) -> tuple[list[float], list[float]]:
-    """Of all tokens, their delays and the gaps between them, in milliseconds."""
+def _times(load: Load, received: list[list[tuple[float, bytes]]]) -> tuple[list[float], list[float], list[float]]:
+    """Of all tokens, their delays, the gaps between them, and the stub's own delays, in milliseconds."""
     delays: list[float] = []
     gaps: list[float] = []
+    stub_delays: list[float] = []
     for pieces in received:
         _check(pieces[0][1])
         arrivals = _arrivals(pieces)
         if len(arrivals) != load.num_tokens:
             body = b"".join(data for _, data in pieces)
             raise RuntimeError(f"a stream has {len(arrivals)} tokens, not {load.num_tokens}: {body[-300:]!r}")
-        delays += [1000 * (at - due) for at, due in arrivals]
-        gaps += [1000 * (later - at) for (at, _), (later, _) in pairwise(arrivals)]
-    return delays, gaps
+        delays += [1000 * (at - due) for at, due, _ in arrivals]
+        gaps += [1000 * (later - at) for (at, _, _), (later, _, _) in pairwise(arrivals)]
+        stub_delays += [1000 * late for _, _, late in arrivals]
+    return delays, gaps, stub_delays
 
 
-def _arrivals(pieces: list[tuple[float, bytes]]) -> list[tuple[float, float]]:
-    """When each token of a stream came and was due, in seconds; a token is here when the end of its text is."""
+def _arrivals(pieces: list[tuple[float, bytes]]) -> list[tuple[float, float, float]]:
+    """When each token of a stream came and was due, and how late it was written, in seconds.
+
+    A token is here when the end of its text is.
+    """
     body = b"".join(data for _, data in pieces)
     ends, arrivals = 0, []
     remaining = iter(pieces)
     at = 0.0
-    for found in _DUE.finditer(body):
+    for found in _TIMED.finditer(body):
         while ends < found.end():
             at, data = next(remaining)
             ends += len(data)
-        arrivals.append((at, int(found[1]) / 1e6))
+        arrivals.append((at, int(found[1]) / 1e6, int(found[2]) / 1e6))
     return arrivals
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from edge.engine.attention import Attention, AttentionShape
-from edge.engine.kv_cache import Int4Options, KvCache
+from edge.engine.kv_cache import KvCache, KvOptions
 from edge.engine.layers import RmsNorm
 from edge.engine.scheduler import Chunk, Sequence
 from edge.engine.step import Step, build_step
@@ -39,7 +39,7 @@ def make_cache(
     num_pages: int = 200,
     num_layers: int = 1,
     num_side_pages: int = 200,
-    int4: Int4Options | None = None,
+    options: KvOptions | None = None,
 ) -> KvCache:
     """A cache on the CPU for `shape`."""
     return KvCache(
@@ -51,7 +51,7 @@ def make_cache(
         head_dim=shape.head_dim,
         device=CPU,
         num_side_pages=num_side_pages,
-        int4=int4,
+        options=options,
     )
 
 

@@ -84,10 +84,10 @@ async def done(batches: Batches, request_id: str, account: str = "dev") -> dict[
 
 async def created(batches: Batches, lines: bytes, *, account: str = "dev", **changes: Any) -> dict[str, Any]:
     """A new batch of OpenAI's form with `lines` as its input file."""
-    async with batches.store.scratch() as folder:
+    async with batches.store.files.scratch() as folder:
         path = folder / "input"
         path.write_bytes(lines)
-        file = await batches.store.add_file(account, "input.jsonl", "batch", batches.now, path)
+        file = await batches.store.files.add(account, "input.jsonl", "batch", batches.now, path)
     body = {"input_file_id": file.id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
     return await batch_openai.create(batches, principal(account), body | changes)
 
@@ -96,7 +96,7 @@ async def ended(batches: Batches, batch: dict[str, Any], account: str = "dev") -
     """The batch object once the batch is over."""
 
     async def look() -> dict[str, Any] | None:
-        found, progress = await batches.store.get(account, batch["id"])
+        found, progress = await batches.store.get(account, batch["id"], is_native=False)
         return batch_openai.batch_object(found, progress) if found.ended_at is not None else None
 
     return dict(await until(look))
@@ -104,4 +104,4 @@ async def ended(batches: Batches, batch: dict[str, Any], account: str = "dev") -
 
 async def content(batches: Batches, file_id: str | None, account: str = "dev") -> bytes:
     assert file_id is not None
-    return batches.store.path(await batches.store.file(account, file_id)).read_bytes()
+    return batches.store.files.path(await batches.store.files.get(account, file_id)).read_bytes()

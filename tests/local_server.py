@@ -16,14 +16,15 @@ import uvicorn
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Any, certificate: Path | None = None) -> AsyncIterator[str]:
-    """Serve the ASGI application `app`; gives the server's URL. With a `certificate` (and key) over TLS."""
+async def serving(app: Any, certificate: Path | None = None, **more: Any) -> AsyncIterator[str]:
+    """Serve the ASGI application `app`; gives the server's URL. With a `certificate` (and key) over TLS. `more` are
+    options of uvicorn."""
     # With the protocol named, or asyncio does not turn Nagle's algorithm off, which costs 40 ms a request.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     listener.listen()
     options = {"lifespan": "off", "log_config": None, "timeout_graceful_shutdown": 1, "ssl_certfile": certificate}
-    server = uvicorn.Server(uvicorn.Config(app, **options))
+    server = uvicorn.Server(uvicorn.Config(app, **options, **more))
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
     task = asyncio.create_task(server.serve([listener]))
     try:

@@ -1,4 +1,4 @@
-"""Runs the code blocks of the README."""
+"""Runs the code blocks of the README, and commands of the documents that it points to."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from helpers import wait_for
+from safetensors.torch import save_file
 
 from edge.config.file import load
 
@@ -82,12 +85,58 @@ def test_the_commands_work_on_the_demo(edge_dev: EdgeDev, state_dir: Path) -> No
     assert "pypi:" in looking or "file:" in looking
     assert re.search(r"\d+ ok, \d+ warnings?, 0 failures", looking)
 
+    clients = dict(re.findall(r'`base_url="http://localhost:8787(\S*)",\s+api_(key|token)="dev"`', README))
+    for base, key in clients.items():
+        path = {"key": "models", "token": "user/tokens/verify"}[key]
+        answer = httpx.get(f"{url}{base}/{path}", headers={"authorization": "Bearer dev"}, timeout=BLOCK_TIMEOUT_S)
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
+    assert set(clients.values()) == {"key", "token"}
 
-def run(block: str, url: str, state_dir: Path) -> str:
+
+def test_a_node_for_others_takes_the_token_that_was_made(edge_serve: EdgeDev, state_dir: Path) -> None:
+    [create] = re.findall(r"^    (edge tokens create .*)$", README, re.MULTILINE)
+    token = run(create, "", state_dir).strip()
+    url, server = edge_serve(ROOT, "--insecure-no-sandbox", "--state-dir", str(state_dir))
+    assert "Tokens 1 of acme" in server.output
+    assert f"REST      {url}/client/v4/accounts/acme/ai/run/MODEL\n" in server.output
+    call = {"model": "smollm2-135m-instruct", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    routes = [f"{url}/client/v4/accounts/acme/ai/v1/chat/completions", f"{url}/v1/chat/completions"]
+    assert httpx.post(routes[0], json=call).status_code == 401
+    with httpx.Client(headers={"authorization": f"Bearer {token}"}, timeout=BLOCK_TIMEOUT_S) as client:
+        for route in routes:
+            assert client.post(route, json=call).json()["usage"]["completion_tokens"] <= 4
+        assert client.post(routes[0].replace("acme", "dev"), json=call).status_code == 404
+        [command] = re.findall(r"`(edge bill\s+--account\s+acme)`", README)
+        [line] = json.loads(run(f"{' '.join(command.split())} --by account --json", "", state_dir))["lines"]
+        assert (line["account"], line["requests"]) == ("acme", 2)
+        run(f"edge tokens revoke {token}", "", state_dir)
+        wait_for(lambda: client.post(routes[0], json=call).status_code == 401)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the document's commands use curl, which is not installed")
+def test_the_commands_of_finetunes(edge_dev: EdgeDev, state_dir: Path, tmp_path: Path) -> None:
+    [block] = re.findall(r"^```bash\n(.*?)^```$", (ROOT / "docs/finetunes.md").read_text(), re.MULTILINE | re.DOTALL)
+    folder = tmp_path / "pirate"
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "bias": "none", "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    stem = "base_model.model.model.layers.0.self_attn.q_proj"
+    weights = {f"{stem}.lora_A.weight": torch.ones(2, 576), f"{stem}.lora_B.weight": torch.ones(576, 2)}
+    save_file(weights, folder / "adapter_model.safetensors")
+    url, _ = edge_dev(ROOT, "--no-reload", "--state-dir", str(state_dir))
+    settings = f"BASE={url}/client/v4/accounts/dev TOKEN=dev\n"
+    lines = run(settings + block, url, state_dir, folder=tmp_path).strip().splitlines()
+    created, *uploaded, answer = (json.loads(line) for line in lines)
+    assert created["result"]["name"] == "pirate"
+    assert [each["result"]["file_name"] for each in uploaded] == sorted(path.name for path in folder.iterdir())
+    assert answer["result"]["response"]
+
+
+def run(block: str, url: str, state_dir: Path, folder: Path = ROOT) -> str:
     done = subprocess.run(
         ["bash", "-c", _SHELL + block.replace("http://localhost:8787", url)],
         env=os.environ | {"PYTHON": sys.executable, "STATE": str(state_dir)},
-        cwd=ROOT,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=BLOCK_TIMEOUT_S,

@@ -226,7 +226,7 @@ def _interleaved(name: str, tensor: torch.Tensor, config: dict[str, Any], arch: 
     return tensor.contiguous().numpy()
 
 
-def request(prompt: str = "hello", **changes: Any) -> Generate:
+def request(prompt: str | list[int] = "hello", **changes: Any) -> Generate:
     """A greedy request for the model `tiny`, unless `changes` say otherwise."""
     values: dict[str, Any] = {
         "id": 1,

@@ -2,8 +2,8 @@
 
 It speaks the frames of `edge.frames` and computes nothing. A request gets as many tokens as its `max_tokens`: all at
 once, or, if its `seed` is above 0, one a step of `1 / seed` seconds, in one write for all requests, as a real engine's
-steps are. The text of such a token is the time at which it was due, in microseconds of the monotonic clock, which is
-the same for all processes of a machine.
+steps are. The text of such a token, `DUE+LATE`, is the time at which it was due, in microseconds of the monotonic
+clock, which is the same for all processes of a machine, and how many of them later it was written.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class _Stream:
         self.num_tokens = request.max_tokens or 1
         self.num_done = 0
 
-    def step(self, due_us: int) -> bytes:
+    def step(self, text: str) -> bytes:
         """Its frames of this step; none while the node has no room for them."""
         if self.credit == 0:
             return b""
         self.credit -= 1
         self.num_done += 1
         usage = Usage(NUM_PROMPT_TOKENS, 0, self.num_done, self.num_done)
-        data = encode(Delta(self.id, f"{due_us} ", usage))
+        data = encode(Delta(self.id, text, usage))
         return data + encode(Done(self.id, "length", usage)) if self.is_over else data
 
     @property
@@ -85,8 +85,8 @@ class _Engine:
                 self._step()
 
     def _step(self) -> None:
-        due_us = int(self._next_step * 1e6)
-        self._sock.sendall(b"".join(stream.step(due_us) for stream in self._streams.values()))
+        text = timed_text(self._next_step)
+        self._sock.sendall(b"".join(stream.step(text) for stream in self._streams.values()))
         self._streams = {id: stream for id, stream in self._streams.items() if not stream.is_over}
         self._next_step += self._interval_s
 
@@ -115,6 +115,11 @@ class _Engine:
         self._interval_s = 1 / rate
         self._streams[request.id] = _Stream(request)
         return b""
+
+
+def timed_text(due_s: float) -> str:
+    """The text of a token that is written now."""
+    return f"{int(due_s * 1e6)}+{int((time.monotonic() - due_s) * 1e6)} "
 
 
 def main(arguments: list[str]) -> None:

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 import uvloop
-from stub_engine import NUM_PROMPT_TOKENS, WORD
+from stub_engine import NUM_PROMPT_TOKENS, WORD, timed_text
 
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
 _STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -68,7 +68,7 @@ class _Streams:
         asyncio.get_running_loop().call_later(max(0.0, self._next_step - time.monotonic()), self._step, rate)
 
     def _step(self, rate: int) -> None:
-        event = _event({"content": f"{int(self._next_step * 1e6)} "})
+        event = _event({"content": timed_text(self._next_step)})
         for transport in list(self._left):
             self._left[transport] -= 1
             if self._left[transport]:

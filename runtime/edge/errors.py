@@ -106,15 +106,6 @@ class InvalidInput(ApiError):
     remedy = "The message lists each problem with its path and what is allowed: send that."
 
 
-class InvalidData(ApiError):
-    """A field that holds bytes is no base64, or its bytes are not what they should be."""
-
-    code = 5004
-    name = "InvalidData"
-    cause = "A field that holds base64 does not decode, or decodes to the wrong kind of data."
-    remedy = "Send the bytes as base64, or as the body itself with their own content type."
-
-
 class UnknownModel(ApiError):
     """No such model, or its task is not supported here."""
 
@@ -310,7 +301,7 @@ class RequestAborted(EdgeError):
     name = "Aborted"
     openai_type = "timeout_error"
     retryable = True
-    cause = "Nothing more of the request's body came for 60 s."
+    cause = "The request's body stopped coming or came too slowly, or its batch ended before it was made."
     remedy = "Send the request again."
 
 
@@ -531,7 +522,6 @@ BY_CODE: dict[int, type[EdgeError]] = {
         InvalidJson,
         InvalidInput,
         UnknownModel,
-        InvalidData,
         LoraUnsupported,
         TextTooLong,
         PromptTooLong,

@@ -62,7 +62,8 @@ class Sampling(Frame):
 class Generate(Frame):
     """Generate text after `messages` (through the chat template) or after `prompt`.
 
-    With `prompt`, the chat template is applied to it as one user message unless `raw`.
+    With `prompt`, the chat template is applied to it as one user message unless `raw`. One of token ids is taken as it
+    is.
     `max_tokens` None means: up to the model's context length. `credit` is the number of `Delta`s that the
     node has room for; `MoreDeltas` adds to it, and a sequence without credit is not scheduled. There are at most
     `MAX_STOPS` strings in `stop`, of 1 to `MAX_STOP_CHARS` characters. The answer is JSON that fits `json_schema`, a
@@ -72,7 +73,7 @@ class Generate(Frame):
     id: int
     model: str
     messages: list[dict[str, Any]] | None
-    prompt: str | None
+    prompt: str | list[int] | None
     raw: bool
     sampling: Sampling
     max_tokens: int | None
@@ -119,6 +120,8 @@ class Encode(Frame):
     """Of all texts together, once they are cut; more are refused. None: any number."""
     reject_if_busy: bool = False
     """As in `Generate`."""
+    priority: int = 0
+    """Higher ones go first."""
 
 
 class MoreDeltas(Frame):

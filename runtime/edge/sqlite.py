@@ -1,5 +1,9 @@
 """What every SQLite file of the node has in common: commits that are on disk, transactions, numbered migrations.
 
+Nothing but SQLite opens such a file, be it to copy it or to look at it: whoever closes a file loses all locks that its
+process has on it, also those of SQLite's connections, and then another process believes that it is alone and removes
+the log under them.
+
 It knows nothing about tables, about who shares a connection, or about what becomes of errors.
 """
 
@@ -40,6 +44,12 @@ def connect(path: Path | None) -> sqlite3.Connection:
         database.close()
         raise
     return database
+
+
+def create_private(path: Path) -> None:
+    """Make the file for its owner alone, unless it exists; SQLite gives its other files the same mode."""
+    with contextlib.suppress(FileExistsError):  # one that is there is not opened
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
 
 
 def be_durable(database: sqlite3.Connection) -> None:

@@ -1,5 +1,7 @@
 import asyncio
 import json
+import stat
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 from batches import PROMPT, Clock, content, created, done, ended, principal, running, submit, until
 from doubles import MODEL, ListMeter, ScriptedPool, answer, catalogue, manifest
 
-from edge.ai import batch, batch_openai, batch_store
+from edge.ai import batch, batch_calls, batch_disk, batch_native, batch_openai, batch_rows
 from edge.ai.batch_calls import CALLS, problem_of, usage_sum
 from edge.ai.catalogue import TEXT_EMBEDDINGS, Catalogue
 from edge.ai.gate import Gate
@@ -15,6 +17,7 @@ from edge.billing.bill import call_costs
 from edge.billing.ledger import Ledger, latest_records
 from edge.billing.prices import load_prices
 from edge.errors import DiskFull, EngineLost, InvalidInput, OutOfCapacity, RequestTooLarge, UnknownBatch, UnknownModel
+from edge.frames import Usage
 
 OK = answer("1", "2")
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -82,6 +85,47 @@ async def test_a_single_call_can_be_queued_and_is_a_batch_of_one(tmp_path: Path)
             await batches.answer(principal(), MODEL, {"prompt": 5})
 
 
+@pytest.mark.parametrize("is_native", [True, False])
+async def test_others_have_their_turn_while_many_requests_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_native: bool
+) -> None:
+    num_turns, turns = 0, []
+
+    async def checked(*arguments: Any) -> Any:
+        turns.append(num_turns)
+        return await problem_of(*arguments)
+
+    monkeypatch.setattr(batch_calls, "SLICE_S", 0)
+    for form in (batch_native, batch_openai):
+        monkeypatch.setattr(form, "problem_of", checked)
+    async with running(tmp_path) as batches:
+        if is_native:
+            making = asyncio.create_task(submit(batches, *[PROMPT] * 100))
+        else:
+            making = asyncio.create_task(created(batches, b"".join(line(str(i)) for i in range(100))))
+        while len(turns) < 100:
+            num_turns += 1
+            await asyncio.sleep(0)
+        await making
+    assert len(set(turns)) > 50
+
+
+async def test_the_answers_of_a_batch_are_put_together_on_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, decode = set(), batch_native.decoded
+
+    def noted(body: bytes) -> Any:
+        threads.add(threading.current_thread())
+        return decode(body)
+
+    monkeypatch.setattr(batch_native, "decoded", noted)
+    async with running(tmp_path) as batches:
+        await done(batches, await submit(batches, PROMPT))
+    assert threads
+    assert threading.main_thread() not in threads
+
+
 async def test_a_poll_before_the_end_tells_how_far_it_is(tmp_path: Path) -> None:
     go = asyncio.Event()
     pool = ScriptedPool(go, *OK)
@@ -140,12 +184,70 @@ async def test_a_call_whose_record_may_be_written_is_made_again_under_the_same_i
     assert len({record.id for record in meter.records}) == 1
 
 
+@pytest.mark.parametrize(
+    ("changes", "endpoint"),
+    [
+        ({"model": MODEL, "prompt": ["x", "y"]}, "/v1/completions"),
+        ({**CHAT, "n": 2}, "/v1/chat/completions"),
+    ],
+)
+async def test_of_a_request_that_fails_in_part_nothing_is_charged_twice(
+    tmp_path: Path, changes: dict[str, Any], endpoint: str
+) -> None:
+    meter = ListMeter()
+    lost, full = [EngineLost("died")], [OutOfCapacity("full")]
+    pool = ScriptedPool(scripts=[OK, lost, OK, full, OK, OK])
+    async with running(tmp_path, pool, meter, concurrency=1) as batches:
+        lines = line("a", url=endpoint, body=changes)
+        over = await ended(batches, await created(batches, lines, endpoint=endpoint))
+        assert over["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+    charged = {record.id for record in meter.records if record.status != "error"}
+    failed = [record.id for record in meter.records if record.status == "error"]
+    first = min(charged, key=len)
+    # What was charged is made again under its id, which the ledger takes once; what has failed is not.
+    assert charged == {first, f"{first}.1-2"}
+    assert sorted(failed) == [f"{first}.1", f"{first}.1-1"]
+
+
+async def test_a_choice_that_was_cancelled_with_another_is_charged_once(tmp_path: Path) -> None:
+    meter = ListMeter()
+    hangs = [*OK[:1], Usage(input_tokens=1), asyncio.Event()]
+    pool = ScriptedPool(scripts=[OK, hangs, [EngineLost("died")], OK, OK, OK])
+    async with running(tmp_path, pool, meter, concurrency=1) as batches:
+        await ended(batches, await created(batches, line("a", body={**CHAT, "n": 3})))
+    by_id: dict[str, set[str]] = {}
+    for record in meter.records:
+        by_id.setdefault(record.id, set()).add(record.status)
+    first = min(by_id, key=len)
+    assert by_id == {
+        first: {"ok"},
+        f"{first}.1": {"cancelled", "ok"},
+        f"{first}.2": {"error"},
+        f"{first}.2-1": {"ok"},
+    }
+
+
 async def test_choices_have_records_of_their_own(tmp_path: Path) -> None:
     meter = ListMeter()
     async with running(tmp_path, ScriptedPool(*OK), meter) as batches:
         await ended(batches, await created(batches, line("a", body={**CHAT, "n": 3})))
     ids = sorted(record.id for record in meter.records)
     assert [id.removeprefix(ids[0]) for id in ids] == ["", ".1", ".2"]
+
+
+async def test_a_batch_of_one_form_is_none_of_the_other(tmp_path: Path) -> None:
+    async with running(tmp_path) as batches:
+        id = await submit(batches, PROMPT)
+        made = await created(batches, line("a"))
+        with pytest.raises(UnknownBatch):
+            await batches.answer(principal(), MODEL, {"request_id": made["id"]})
+        for batch, is_native in ((id, False), (made["id"], True)):
+            with pytest.raises(UnknownBatch):
+                await batches.store.get("dev", batch, is_native=is_native)
+            with pytest.raises(UnknownBatch):
+                await batches.store.cancel("dev", batch, batches.now, is_native=is_native)
+        await done(batches, id)
+        assert (await ended(batches, made))["status"] == "completed"
 
 
 async def test_nothing_of_a_batch_is_anybody_elses(tmp_path: Path) -> None:
@@ -155,7 +257,7 @@ async def test_nothing_of_a_batch_is_anybody_elses(tmp_path: Path) -> None:
             with pytest.raises(UnknownBatch):
                 await batches.answer(principal("other"), MODEL, {"request_id": request_id})
         with pytest.raises(UnknownBatch):
-            await batches.store.cancel("other", id, batches.now)
+            await batches.store.cancel("other", id, batches.now, is_native=True)
         assert await batches.store.page("other", is_native=True, limit=10) == []
         with pytest.raises(InvalidInput, match="request_id must be the string"):
             await batches.answer(principal(), MODEL, {"request_id": 5})
@@ -187,10 +289,9 @@ async def test_beside_other_calls_only_one_request_runs(tmp_path: Path) -> None:
         for _ in range(3):  # it looks again, and finds no room
             batches.wake()
             await batches.store.finished()
-        assert len(batches._running) == len(pool.requests) == 1
+        assert len(pool.requests) == 1
         batches.gate.num_interactive = 0
         await until(lambda: len(pool.requests) == 4)
-        assert len(batches._running) == 4
         go.set()
         await done(batches, id)
 
@@ -217,13 +318,13 @@ async def test_cancelling_finishes_what_has_begun(tmp_path: Path) -> None:
     async with running(tmp_path, pool, meter, concurrency=1) as batches:
         id = await submit(batches, PROMPT, PROMPT, PROMPT)
         await until(lambda: pool.requests)
-        assert (await batches.store.cancel("dev", id, batches.now)).status == "cancelling"
+        assert (await batches.store.cancel("dev", id, batches.now, is_native=True)).status == "cancelling"
         go.set()
         answered = await done(batches, id)
         assert answered["status"] == "cancelled"
         assert [response["success"] for response in answered["responses"]] == [True, False, False]
         assert "cancelled before" in answered["responses"][1]["error"]["message"]
-        assert (await batches.store.cancel("dev", id, batches.now)).status == "cancelled"
+        assert (await batches.store.cancel("dev", id, batches.now, is_native=True)).status == "cancelled"
     assert (len(pool.requests), len(meter.records)) == (1, 1)
 
 
@@ -239,28 +340,81 @@ async def test_batches_and_files_are_removed_after_their_time(tmp_path: Path) ->
         clock.now += 2 * 86_400
 
         async def is_gone() -> bool:
-            files = await batches.store.files("dev", purpose=None, after=None, limit=10)
+            files = await batches.store.files.page("dev", purpose=None, after=None, limit=10)
             return not files and not await batches.store.page("dev", is_native=True, limit=1)
 
         await until(is_gone)
         with pytest.raises(UnknownBatch, match="removed"):
             await batches.answer(principal(), MODEL, {"request_id": id})
-        assert not batches.store.path(await _file(over["output_file_id"])).exists()
+        assert not batches.store.files.path(await _file(over["output_file_id"])).exists()
 
 
 async def _file(id: str) -> Any:
-    return batch_store.StoredFile(id=id, account="", name="", purpose="", size_bytes=0, created_at=0)
+    return batch_rows.StoredFile(id=id, account="", name="", purpose="", size_bytes=0, created_at=0)
 
 
 async def test_a_second_node_on_the_same_folder_leaves_the_running_to_the_first(tmp_path: Path) -> None:
     idle = ScriptedPool(RuntimeError("not mine to run"))
     async with running(tmp_path) as first:
-        await until(lambda: first.store._lock is not None)
+        assert await first.store.become_runner()
         async with running(tmp_path, idle) as second:
             assert not await second.store.become_runner()
             answered = await done(second, await submit(second, PROMPT))
     assert answered["responses"][0]["success"]
     assert idle.requests == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), PermissionError("not yours"), DiskFull("bad sector")])
+async def test_a_batch_that_cannot_be_validated_keeps_nobody_elses_from_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    validate, bad = batch_openai.validate, ""
+
+    async def fails(batches: Any, batch: Any) -> None:
+        if batch.id == bad:
+            raise error
+        await validate(batches, batch)
+
+    monkeypatch.setattr(batch_openai, "validate", fails)
+    async with running(tmp_path) as batches:
+        await batches.stop()
+        made = await created(batches, line("a"))
+        bad = made["id"]
+    async with running(tmp_path) as batches:
+        good = await created(batches, line("b"), account="other")
+        native = await submit(batches, PROMPT, account="third")
+        assert (await ended(batches, good, "other"))["status"] == "completed"
+        assert (await done(batches, native, "third"))["responses"][0]["success"]
+        if isinstance(error, DiskFull):  # it has its turn again
+            assert (await batches.store.get("dev", bad, is_native=False))[0].status == "validating"
+            bad = ""
+            monkeypatch.setattr(batches, "_settle_at", {})
+            assert (await ended(batches, made))["status"] == "completed"
+        else:
+            over = await ended(batches, made)
+            assert over["status"] == "failed"
+            assert "internal error" in over["errors"]["data"][0]["message"]
+
+
+async def test_a_batch_whose_files_cannot_be_written_keeps_nobody_elses_from_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files, bad = batch_openai.write_files, ""
+
+    async def fails(batches: Any, batch: str) -> Any:
+        if batch == bad:
+            raise RuntimeError("a bug")
+        return await write_files(batches, batch)
+
+    monkeypatch.setattr(batch_openai, "write_files", fails)
+    async with running(tmp_path) as batches:
+        await batches.stop()
+        made = await created(batches, line("a"))
+        bad = made["id"]
+    async with running(tmp_path) as batches:
+        good = await created(batches, line("b"), account="other")
+        assert (await ended(batches, good, "other"))["status"] == "completed"
+        assert (await ended(batches, made))["status"] == "failed"
 
 
 # -- what is kept ------------------------------------------------------------------------------------------
@@ -271,13 +425,23 @@ async def test_a_full_disk_takes_nothing_in_and_loses_nothing(tmp_path: Path, mo
     pool = ScriptedPool(go, *OK)
     async with running(tmp_path, pool) as batches:
         id = await submit(batches, PROMPT)
-        monkeypatch.setattr(batch_store, "MIN_FREE_BYTES", 1 << 62)
+        monkeypatch.setattr(batch_disk, "MIN_FREE_BYTES", 1 << 62)
         with pytest.raises(DiskFull, match="--state-dir"):
             await submit(batches, PROMPT)
         with pytest.raises(DiskFull):
             await created(batches, line("a"))
         go.set()
         assert (await done(batches, id))["responses"][0]["success"]
+
+
+async def test_what_is_kept_is_for_its_owner_alone(tmp_path: Path) -> None:
+    async with running(tmp_path) as batches:
+        await ended(batches, await created(batches, line("a")))
+        folder = tmp_path / "batches"
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        kept = [path for path in folder.iterdir() if path.name.startswith("index.sqlite")]
+        assert kept
+        assert {stat.S_IMODE(path.stat().st_mode) for path in kept} == {0o600}
 
 
 async def test_an_answer_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,10 +617,10 @@ async def test_many_wrong_lines_are_not_all_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"endpoint": "/v1/images"}, r"\$\.endpoint must be one of /v1/chat/completions"),
-        ({"completion_window": "1h"}, r'\$\.completion_window must be "24h"'),
+        ({"endpoint": "/v1/images"}, r'\$\.endpoint is "/v1/images", must be "/v1/chat/completions" or '),
+        ({"completion_window": "1h"}, r'\$\.completion_window is "1h", must be "24h"'),
         ({"metadata": {"k": 1}}, r"\$\.metadata must be"),
-        ({"input_file_id": None}, r"\$\.input_file_id must be"),
+        ({"input_file_id": None}, r"\$\.input_file_id is missing"),
         ({"input_file_id": "file-none"}, "no file 'file-none'"),
         ({"input_file_id": 5, "endpoint": None, "completion_window": None}, "input_file_id.*endpoint.*window"),
     ],
@@ -490,7 +654,7 @@ async def test_a_cancelled_batch_keeps_what_is_done(tmp_path: Path) -> None:
     async with running(tmp_path, pool, concurrency=1) as batches:
         made = await created(batches, line("a") + line("b"))
         await until(lambda: pool.requests)
-        await batches.store.cancel("dev", made["id"], batches.now)
+        await batches.store.cancel("dev", made["id"], batches.now, is_native=False)
         go.set()
         over = await ended(batches, made)
         assert over["status"] == "cancelled"
@@ -503,8 +667,8 @@ async def test_a_batch_that_was_cut_short_at_any_point_is_taken_up_again(tmp_pat
     async with running(tmp_path, ScriptedPool(asyncio.Event())) as batches:
         await batches.stop()
         made = await created(batches, line("a"))  # nobody validates it
-        found, _ = await batches.store.get("dev", made["id"])
-        await batches.store.add_requests(found, 0, [batch_store.NewRequest(b"{}", "left from before")])
+        found, _ = await batches.store.get("dev", made["id"], is_native=False)
+        await batches.store.add_requests(found, 0, [batch_rows.NewRequest(b"{}", "left from before")])
     async with running(tmp_path) as batches:
         over = await ended(batches, made)
         assert over["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
@@ -515,12 +679,12 @@ async def test_a_batch_that_was_cut_short_at_any_point_is_taken_up_again(tmp_pat
         def set_back(database: Any) -> None:
             database.execute("UPDATE batches SET status = 'finalizing', ended_at = NULL, output_file = NULL")
 
-        await batches.store._write(set_back)
+        await batches.store._disk.write(set_back)
     async with running(tmp_path) as batches:
         again = await ended(batches, made)
         assert again["output_file_id"] == over["output_file_id"]
         assert await content(batches, again["output_file_id"]) == done_once
-        assert len(await batches.store.files("dev", purpose=None, after=None, limit=10)) == 2
+        assert len(await batches.store.files.page("dev", purpose=None, after=None, limit=10)) == 2
 
 
 async def test_checking_a_request_makes_no_call() -> None:

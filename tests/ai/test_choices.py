@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from doubles import MODEL, PRINCIPAL, ListMeter, ScriptedPool, answer, make_gate
 
-from edge.ai.choices import ChoiceEvent, run_choices
+from edge.ai.choices import MAX_AT_A_TIME, ChoiceEvent, run_choices
 from edge.ai.gate import Gate
 from edge.ai.schemas import chat
 from edge.errors import EngineLost
@@ -48,6 +48,19 @@ async def test_the_others_start_when_the_prompt_of_the_first_is_computed() -> No
         may_go_on.set()
         assert await following == (0, first[3])
         assert [index async for index, _ in got] in ([0, 1, 1, 1], [1, 0, 1, 1])
+
+
+async def test_many_choices_are_made_a_few_at_a_time() -> None:
+    pool = ScriptedPool(scripts=[answer(str(index)) for index in range(128)])
+    meter, most = ListMeter(), 0
+    got = []
+    async with aclosing(events(make_gate(pool, meter), 128)) as all_events:
+        async for event in all_events:
+            got.append(event)
+            most = max(most, len(pool.requests) - sum(isinstance(each, Done) for _, each in got))
+    assert [texts(got, index) for index in range(128)] == [[str(index)] for index in range(128)]
+    assert len(meter.records) == 128
+    assert MAX_AT_A_TIME <= most <= 2 * MAX_AT_A_TIME  # ends are handed on one by one
 
 
 async def test_choices_are_interleaved() -> None:

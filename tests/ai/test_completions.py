@@ -64,8 +64,15 @@ async def test_several_prompts_with_several_choices_are_numbered_through_and_eac
     assert usage["usage"] == got["usage"]
 
 
-async def test_several_prompts_are_one_call_for_the_rate_limit() -> None:
-    limits = RateLimits({"text-generation": 1})
+async def test_prompts_of_token_ids_are_handed_on_as_they_are() -> None:
+    pool = ScriptedPool(*answer("c"))
+    assert (await completed(pool, prompt=[5, 0, 7]))["choices"][0]["text"] == "c"
+    assert len((await completed(pool, prompt=[[5], "a", [6, 7]]))["choices"]) == 3
+    assert [request.prompt for request in pool.requests] == [[5, 0, 7], [5], "a", [6, 7]]
+
+
+async def test_each_choice_of_several_prompts_is_a_call_for_the_rate_limit() -> None:
+    limits = RateLimits({"text-generation": 11})
     gate = Gate(ScriptedPool(*answer("a")), catalogue(), ListMeter(), rate_limits=limits)
     body = {"model": STAND_IN, "prompt": ["1", "2", "3"], "n": 2}
     assert len((await completion(gate, PRINCIPAL, body))["choices"]) == 6  # type: ignore[index]
@@ -106,13 +113,20 @@ async def test_json_mode() -> None:
         ({"prompt": None}, r"\$\.prompt is missing"),
         ({"prompt": ""}, r"\$\.prompt is \"\", must be a string of at least one character"),
         ({"prompt": ["a", ""]}, r"\$\.prompt\[1\] is \"\""),
-        ({"prompt": []}, r"\$\.prompt is an empty list, must be a string or a list of 1 to 64 strings"),
-        ({"prompt": [1, 2]}, r"\$\.prompt\[0\] is made of token ids, which is not supported yet"),
-        ({"prompt": [[1], [2]]}, r"\$\.prompt\[0\] is made of token ids"),
+        ({"prompt": []}, r"\$\.prompt is an empty list, must be a string .*or a list of 1 to 64 of them"),
+        ({"prompt": [1, -2]}, r"\$\.prompt\[1\] is -2, must be a token id, an integer from 0 to 2147483647"),
+        ({"prompt": [1, True]}, r"\$\.prompt\[1\] is true, must be a token id"),
+        ({"prompt": [1, "a"]}, r"\$\.prompt\[1\] is \"a\", must be a token id"),
+        ({"prompt": [[1], [2**31]]}, r"\$\.prompt\[1\]\[0\] is 2147483648, must be a token id"),
+        ({"prompt": [[1], []]}, r"\$\.prompt\[1\] is an empty list, must be a string of at least one character or a"),
+        ({"prompt": {}}, r"\$\.prompt is an object"),
+        ({"prompt": [1, 2], "echo": True}, r"\$\.echo is true, which is not supported for prompts of token ids"),
+        ({"prompt": ["a"] * 5, "n": 128}, r"\$\.n is 128 for 5 prompts: 512 answers are the most"),
+        ({"n": 128, "logprobs": 1}, r"\$\.n makes 128 choices with 2 log-probabilities a token: at most 168"),
         ({"suffix": "z"}, r"\$\.suffix is \"z\", which is not supported yet"),
         ({"best_of": 3}, r"\$\.best_of is 3, which is not supported yet"),
         ({"echo": True, "logprobs": 1}, r"\$\.echo is true, which is not supported together with logprobs"),
-        ({"n": 9}, r"\$\.n is 9, must be an integer from 1 to 8"),
+        ({"n": 129}, r"\$\.n is 129, must be an integer from 1 to 128"),
         ({"logprobs": True}, r"\$\.logprobs is true, must be an integer"),
     ],
 )

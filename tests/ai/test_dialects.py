@@ -62,19 +62,33 @@ async def test_messages_give_a_chat_completion(model: str) -> None:
     assert (request.max_tokens, request.template_options) == (9, {"reasoning_effort": "low"})
 
 
-async def test_a_stream_has_its_usage_once_in_a_choice_and_once_without_choices() -> None:
-    *got, finish, last, end = await chunks(CHAT, MESSAGES, *answer("a", "b"))
+@pytest.mark.parametrize("inputs", [MESSAGES, {"prompt": "hi"}])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_stream_has_its_usage_once(inputs: dict[str, Any], n: int) -> None:
+    """Clients add up what they find, and those that leave chunks without choices unread never ask for one."""
+    *got, finish, end = await chunks(CHAT, {**inputs, "n": n}, *answer("a", "b"))
+    assert end == "[DONE]"
+    assert not any("usage" in chunk for chunk in got)
+    assert finish["choices"][0]["finish_reason"] == "stop"
+    whole = await run(ScriptedPool(*answer("a", "b")), CHAT, {**inputs, "n": n})
+    assert finish["usage"] == whole["usage"]
+    asked = {**inputs, "n": n, "stream_options": {"include_usage": True}}
+    *got, last, end = await chunks(CHAT, asked, *answer("a", "b"))
+    assert not any("usage" in chunk for chunk in got)
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+
+
+async def test_a_stream_of_chunks() -> None:
+    *got, finish, end = await chunks(CHAT, MESSAGES, *answer("a", "b"))
     assert end == "[DONE]"
     assert {chunk["object"] for chunk in got} == {"chat.completion.chunk"}
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in got) == "ab"
-    assert not any("usage" in chunk for chunk in got)
     assert (finish["choices"][0]["finish_reason"], finish["usage"]["total_tokens"]) == ("stop", 17)
-    assert (last["choices"], last["usage"]) == ([], finish["usage"])
 
 
 async def test_reasoning_in_a_stream() -> None:
     got = await chunks(CHAT, MESSAGES, *answer("<think>", "Hm", ".</think>", "\n\nHello"))
-    deltas = [chunk["choices"][0]["delta"] for chunk in got[:-2]]
+    deltas = [chunk["choices"][0]["delta"] for chunk in got[:-1]]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
     assert "".join(delta.get("reasoning", "") for delta in deltas) == "Hm."
     assert "".join(delta.get("content", "") for delta in deltas) == "Hello"
@@ -119,9 +133,6 @@ async def test_a_prompt_gives_a_text_completion_through_the_chat_template() -> N
         ("hi", False, None),
         ("hi", True, None),
     ]
-    *_, finish, last, _ = await chunks(CHAT, {"prompt": "hi"}, *answer("a"))
-    assert (finish["choices"][0]["finish_reason"], last["choices"]) == ("stop", [])
-    assert finish["usage"] == last["usage"]
 
 
 async def test_gpt_oss_takes_a_responses_body_too() -> None:

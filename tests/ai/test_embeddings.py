@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import math
 import struct
+import threading
 from typing import Any
 
+import msgspec
 import pytest
 from doubles import (
     BGE_M3,
@@ -51,6 +54,23 @@ async def test_native_vectors() -> None:
     assert pool.requests == [Encode(0, ENCODER, ["a", "b"], None, True, None)]
 
 
+async def test_a_busy_model_may_be_to_reject_the_call() -> None:
+    pool = ScriptedPool(*TWO)
+    await run_binding(make_gate(pool, models=encoders()), PRINCIPAL, ENCODER, {"text": "ab"}, {"rejectIfBusy": True})
+    await openai(pool, options={"rejectIfBusy": True})
+    await openai(pool, options={"rejectIfBusy": False})
+    assert [request.reject_if_busy for request in pool.requests] == [True, True, False]
+    with pytest.raises(InvalidInput, match="the option rejectIfBusy is 3"):
+        await openai(pool, options={"rejectIfBusy": 3})
+
+
+async def test_the_priority_of_the_caller_is_handed_on() -> None:
+    pool = ScriptedPool(*TWO)
+    principal = msgspec.structs.replace(PRINCIPAL, priority=-100)
+    await run_binding(make_gate(pool, models=encoders()), principal, ENCODER, {"text": "ab"}, {})
+    assert [request.priority for request in pool.requests] == [-100]
+
+
 async def test_a_string_is_a_list_of_one_and_pooling_is_handed_on() -> None:
     pool = ScriptedPool(*encoded((0.6, 0.8), pooling="cls"))
     result = await native(pool, {"text": "a", "pooling": "cls"})
@@ -82,6 +102,20 @@ async def test_contexts_are_ranked_by_the_query() -> None:
     assert pool.requests[0].texts == ["q", "a", "b", "c", "d"]
     assert [each["id"] for each in result["response"]] == [2, 1, 0]
     assert [each["score"] for each in result["response"]] == pytest.approx([1.0, 0.6, 0.0])
+
+
+async def test_contexts_are_ranked_on_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, hypot = set(), math.hypot
+
+    def noted(*numbers: float) -> float:
+        threads.add(threading.current_thread())
+        return hypot(*numbers)
+
+    monkeypatch.setattr(math, "hypot", noted)
+    pool = ScriptedPool(*encoded((1.0, 0.0), (0.0, 2.0)))
+    await native(pool, {"query": "q", "contexts": [{"text": "a"}]})
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 async def test_contexts_alone_are_vectors() -> None:

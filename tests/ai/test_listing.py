@@ -130,6 +130,16 @@ def test_the_format_of_openrouter() -> None:
     assert "pricing" not in openrouter_item(MIXED.resolve("minilm"), PRICES)
 
 
+@pytest.mark.parametrize(
+    ("task", "modalities"),
+    [("text-generation", ["text"]), ("text-embeddings", ["embeddings"]), ("text-classification", ["text"])],
+)
+def test_what_openrouter_is_told_that_comes_out(task: str, modalities: list[str]) -> None:
+    models = Catalogue([manifest("mine", task=task)], {}, PRICES)
+    (item,) = search_models(models, {"format": "openrouter"})["data"]
+    assert (item["input_modalities"], item["output_modalities"]) == (["text"], modalities)
+
+
 def test_models_of_the_binding() -> None:
     every = list_models(catalogue(), {})
     assert {MODEL, STAND_IN} <= {each["name"] for each in every}

@@ -140,6 +140,37 @@ async def test_tool_calls(texts: list[str], extra: dict[str, Any], content: str 
     assert len({id for id, _ in streamed.values()}) == num_calls
 
 
+@pytest.mark.parametrize(
+    ("texts", "choice", "content"),
+    [
+        (['{"name": "f", "argum', 'ents": {"a"', ": 1}}"], {"name": "f"}, None),
+        (["Wait. ", CALL[:5], CALL[5:-12]], "auto", "Wait."),  # the engine stops before the tag that closes the call
+    ],
+)
+async def test_a_call_of_a_function_is_answered_in_the_older_form(
+    texts: list[str], choice: Any, content: str | None
+) -> None:
+    extra = {"functions": [{"name": "f", "parameters": {"type": "object"}}], "function_call": choice}
+    pool = ScriptedPool(*answer(*texts))
+    [got] = (await completion(pool, **extra))["choices"]
+    assert got["message"].pop("refusal", None) is None
+    assert got["message"] == {
+        "role": "assistant",
+        "content": content,
+        "function_call": {"name": "f", "arguments": '{"a": 1}'},
+    }
+    assert got["finish_reason"] == "function_call"
+    assert [tool["function"]["name"] for tool in pool.requests[0].tools] == ["f"]
+
+    events = await chunks(ScriptedPool(*answer(*texts)), **extra)
+    pieces = [delta["function_call"] for delta in deltas(events) if "function_call" in delta]
+    assert pieces[0] == {"name": "f", "arguments": ""}
+    assert "".join(piece["arguments"] for piece in pieces) == '{"a": 1}'
+    assert not any("name" in piece for piece in pieces[1:])
+    assert not any("tool_calls" in each for each in deltas(events))
+    assert events[-2]["choices"][0]["finish_reason"] == "function_call"
+
+
 async def test_the_arguments_of_a_forced_call_come_in_pieces() -> None:
     got = await chunks(ScriptedPool(*answer('{"name": "f", "arguments": {', '"a"', ": 1", "}", "}")), **FORCED)
     pieces = [piece["function"]["arguments"] for delta in deltas(got) for piece in delta.get("tool_calls", [])]

@@ -167,8 +167,6 @@ def test_wrong_native_values_are_refused_by_name(key: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("functions", [{"name": "f"}]),
-        ("function_call", {"name": "f"}),
         ("guided_regex", "a*"),
         ("image", [1, 2]),
     ],
@@ -180,7 +178,12 @@ def test_what_is_not_there_is_refused_and_not_ignored(key: str, value: Any) -> N
 
 
 def test_what_only_one_dialect_has_and_what_both_have() -> None:
-    for key, value in (("logprobs", True), ("n", 2)):
+    for key, value in (
+        ("logprobs", True),
+        ("n", 2),
+        ("functions", [{"name": "f"}]),
+        ("function_call", {"name": "f"}),
+    ):
         with pytest.raises(InvalidInput, match=rf"\$\.{key} is .*not supported yet"):
             schemas.native({"prompt": "hi", key: value})
     assert schemas.chat({"model": "m", "messages": HI, "lora": "mine"}).request.adapter == "mine"
@@ -206,7 +209,7 @@ def test_sampling_of_both_dialects() -> None:
     [
         ({"top_logprobs": 21, "logprobs": True}, r"\$\.top_logprobs is 21, must be an integer from 0 to 20"),
         ({"top_logprobs": 1}, r"\$\.top_logprobs is given, but logprobs is not true"),
-        ({"n": 10**9}, r"\$\.n is 1000000000, must be an integer from 1 to 8"),
+        ({"n": 10**9}, r"\$\.n is 1000000000, must be an integer from 1 to 128"),
         ({"n": 0}, r"\$\.n is 0"),
         ({"logit_bias": {"x": 1}}, r'\$\.logit_bias\["x"\] is no token id'),
         ({"logit_bias": {"-1": 1}}, "is no token id"),
@@ -302,8 +305,8 @@ def test_tools_and_json_mode_together() -> None:
 
 def test_unsupported_parts_of_messages() -> None:
     messages = [
-        {"role": "function", "content": "sunny"},
-        {"role": "assistant", "content": None, "function_call": {"name": "f"}},
+        {"role": "critic", "content": "sunny"},
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "["}},
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}, 5]},
         "hi",
     ]
@@ -311,10 +314,60 @@ def test_unsupported_parts_of_messages() -> None:
         schemas.chat({"model": "m", "messages": messages})
     assert [problem.split(" ")[0] for problem in caught.value.message.removeprefix("bad input: ").split("; ")] == [
         "$.messages[0].role",
-        "$.messages[1].function_call",
+        "$.messages[1].function_call.arguments",
         "$.messages[2].content[0].type",
         "$.messages[2].content[1]",
         "$.messages[3]",
+    ]
+
+
+FUNCTIONS = [{"name": "f", "parameters": CITY}, {"name": "g"}]
+
+
+def test_functions_are_tools_under_their_older_name() -> None:
+    def request(**more: Any) -> schemas.TextGeneration:
+        return schemas.chat({"model": "m", "messages": HI, **more}).request
+
+    old, new = request(functions=FUNCTIONS), request(tools=FUNCTIONS, parallel_tool_calls=False)
+    assert (old.tools, old.form, old.stop) == (new.tools, "tools", new.stop)
+    assert len(old.stop) == 1
+    assert (old.answers_function_call, new.answers_function_call) == (True, False)
+    forced = request(functions=FUNCTIONS, function_call={"name": "f"})
+    assert (forced.form, json.loads(forced.json_schema or "")["properties"]["name"]) == ("call", {"const": "f"})
+    assert request(functions=FUNCTIONS, function_call="none").tools is None
+    assert request(functions=FUNCTIONS, function_call="auto").form == "tools"
+    assert not request(functions=[], function_call="none", tools=FUNCTIONS).answers_function_call
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ({"functions": FUNCTIONS, "tools": FUNCTIONS}, r"\$\.functions are given, and so are tools"),
+        ({"tools": FUNCTIONS, "function_call": {"name": "f"}}, r"\$\.functions are given, and so are tools"),
+        ({"function_call": {"name": "f"}}, r"\$\.function_call asks for a call, but there are no functions"),
+        ({"functions": FUNCTIONS, "function_call": {"name": "h"}}, r'name is "h", must be one of functions: f or g'),
+        ({"functions": FUNCTIONS, "function_call": "f"}, r'\$\.function_call is "f", must be "none", "auto" or'),
+        ({"functions": [FUNCTIONS[1], FUNCTIONS[1]]}, r'\$\.functions\[1\] has the name "g", as another one has'),
+        ({"functions": {"name": "f"}}, r"\$\.functions is an object, must be a list of up to 128 functions"),
+        ({"functions": [{"name": "f g"}]}, r"\$\.functions\[0\]\.name is"),
+    ],
+)
+def test_wrong_functions(body: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidInput, match=problem):
+        schemas.chat({"model": "m", "messages": HI, **body})
+
+
+def test_messages_of_the_older_form() -> None:
+    messages = [
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"city": "Rome"}'}},
+        {"role": "function", "name": "f", "content": "sunny"},
+        {"role": "assistant", "content": "hm", "function_call": None},
+    ]
+    call = {"type": "function", "function": {"name": "f", "arguments": {"city": "Rome"}}}
+    assert schemas.chat({"model": "m", "messages": messages}).request.messages == [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "sunny", "name": "f"},
+        {"role": "assistant", "content": "hm"},
     ]
 
 

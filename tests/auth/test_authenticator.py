@@ -8,14 +8,15 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from edge.auth.authenticator import Authenticator, Grant
-from edge.auth.scopes import AI_EDIT, AI_RUN, ALL, DEFAULT
+from edge.auth.scopes import AI_EDIT, AI_RUN, ALL, DEFAULT, TOKENS_EDIT
 from edge.auth.store import FILE_NAME, AuditEntry, TokenStore
 from edge.billing.times import now_us
-from edge.errors import MissingScope, TokenStoreUnavailable, Unauthorized
+from edge.errors import InvalidInput, MissingScope, TokenStoreUnavailable, Unauthorized
 
 HANG_S = 60
 
@@ -191,6 +192,51 @@ async def test_uses_and_refusals_are_written_later(store: TokenStore, authentica
     refused(authenticator, "guess", "10.0.0.1")
     await until(lambda: len(store.log(limit=9)) == 3)
     assert store.tokens()[0].last_used_us == used_us
+
+
+async def test_what_could_not_be_written_is_written_with_the_next(
+    store: TokenStore,
+    authenticator: Authenticator,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("edge.auth.authenticator._WRITE_AFTER_S", 0.01)
+    _, credential = store.create("ci", "acme", DEFAULT)
+    for error in (TokenStoreUnavailable("the disk is full"), RuntimeError("whatever")):
+        with monkeypatch.context() as failing:
+            failing.setattr(TokenStore, "note", Mock(side_effect=error))
+            authenticator.authenticate(credential)
+            refused(authenticator, "guess")
+            await until(lambda error=error: f"wait for the next: {error}" in caplog.text)
+    assert len(store.log(limit=9)) == 1
+    refused(authenticator, "guess")
+    await until(lambda: len(store.log(limit=9)) == 2)
+    assert store.log(limit=1)[0].count == 3
+    assert store.tokens()[0].last_used_us is not None
+
+
+async def test_a_token_makes_none_that_outlives_it(store: TokenStore, authenticator: Authenticator) -> None:
+    end_us = now_us() + 3600 * 10**6
+    _, credential = store.create("maker", "acme", ALL, expires_us=end_us)
+    grant = authenticator.authenticate(credential)
+    made = [
+        (await authenticator.create(grant, "x", DEFAULT, us, ""))[0].expires_us for us in (None, end_us - 1, end_us)
+    ]
+    assert made == [end_us, end_us - 1, end_us]
+    with pytest.raises(InvalidInput, match="none that ends after itself") as caught:
+        await authenticator.create(grant, "x", DEFAULT, end_us + 1, "")
+    assert caught.value.param == "expires_on"
+
+
+async def test_a_token_revokes_none_that_may_do_more(store: TokenStore, authenticator: Authenticator) -> None:
+    owner, _ = store.create("owner", "acme", ALL)
+    narrow = frozenset({TOKENS_EDIT})
+    maker, credential = store.create("maker", "acme", narrow)
+    grant = authenticator.authenticate(credential)
+    with pytest.raises(MissingScope):
+        await authenticator.revoke(grant, owner.id, "")
+    assert {token.id for token in store.tokens() if token.revoked_us is None} == {owner.id, maker.id}
+    assert (await authenticator.revoke(grant, maker.id, "")).revoked_us is not None
 
 
 async def test_who_guesses_all_the_time_fills_no_disk(

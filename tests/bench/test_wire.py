@@ -11,15 +11,15 @@ from bench import wire, wire_load
 from bench.settings import Settings
 
 
-def event(due_us: int) -> bytes:
-    data = b'data: {"created":1796040000,"choices":[{"delta":{"content":"%d "}}]}\n\n' % due_us
+def event(due_us: int, late_us: int) -> bytes:
+    data = b'data: {"created":1796040000,"choices":[{"delta":{"content":"%d+%d "}}]}\n\n' % (due_us, late_us)
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 def test_a_token_is_here_when_the_end_of_its_text_is() -> None:
-    first, second = event(7_000_000), event(7_010_000)
+    first, second = event(7_000_000, 0), event(7_010_000, 1_500)
     pieces = [(7.001, b"HTTP/1.1 200 OK\r\n\r\n" + first[:40]), (7.002, first[40:]), (7.012, second)]
-    assert wire_load._arrivals(pieces) == [(7.002, 7.0), (7.012, 7.01)]
+    assert wire_load._arrivals(pieces) == [(7.002, 7.0, 0.0), (7.012, 7.01, 0.0015)]
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_every_grouping_gives_the_sum_of_the_single_calls(made: list[UsageRecord
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "ledger")
         asyncio.run(bill_of(path, made))
-        for by in ("model", "worker", "day"):
+        for by in ("model", "worker", "account", "day"):
             bill = make_bill(path, since_us=NOVEMBER[0], until_us=NOVEMBER[1], by=by)
             assert bill.total_pico_dollars == expected * 11
             assert sum(line.requests for line in bill.lines) == len(made)

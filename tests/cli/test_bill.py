@@ -77,6 +77,7 @@ def test_usage(run: Run) -> None:
     assert len(json.loads(run("usage", "--json", "--limit", "1").stdout)) == 1
     assert [record["id"] for record in json.loads(run("usage", "--json", "--model", "mystery").stdout)] == ["u3"]
     assert json.loads(run("usage", "--json", "--since", "2026-12-01").stdout) == []
+    assert [len(json.loads(run("usage", "--json", "--account", one).stdout)) for one in ("dev", "other")] == [4, 0]
     table = run("usage").stdout
     for text in ("11-30 12:00:00", "error 3043", "1,000,000", "mystery", "unpriced", "0.027027401544"):
         assert text in table

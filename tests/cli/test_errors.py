@@ -28,6 +28,7 @@ def test_one_error_is_explained() -> None:
         "Too many calls are running and waiting, or the option `rejectIfBusy` was given.\n"
         "Try again after `Retry-After`. The operator: `max_batch_size` and `max_waiting` under [engine].\n",
     )
+    assert run("outofcapacity") == run("3040")
     code, text = run("3006")
     assert code == 0
     assert ("HTTP 413" in text, "HTTP 414" in text) == (True, True)
@@ -39,3 +40,4 @@ def test_an_unknown_code_is_refused() -> None:
     code, text = run("1")
     assert code == 2
     assert "there is no error 1; `edge errors` lists all" in text
+    assert "there is no error Nope" in run("Nope")[1]

@@ -36,7 +36,7 @@ def test_add_list_and_remove(tmp_path: Path, folder: Path) -> None:
     assert (added.exit_code, added.stdout) == (0, "")
     _, where, running = added.stderr.splitlines()
     assert where.endswith(f"is in {state}/models/tiny-model/model")
-    assert running == "An `edge dev` that is running serves it within a second or two."
+    assert running == "A node that is running serves it within a second or two."
 
     listed = edge("list", "--state-dir", state)
     assert [line.split() for line in listed.stdout.splitlines()[2:]] == [

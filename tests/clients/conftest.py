@@ -15,7 +15,10 @@ from clients.checks import Clients
 from edge.weights.manifest import DEFAULT_NAME
 from edge.weights.store import ModelStore
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+TESTS = Path(__file__).parent.parent
+GOLDEN = TESTS / "golden"
+CACHE = TESTS.parent / ".edge" / "cache"
+"""With the compiled kernels, which take long to make."""
 WORKER = """\
 from workers import WorkerEntrypoint
 
@@ -46,10 +49,13 @@ def clients(
     encoder_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Clients:
-    """Real clients of a running node; skipped only where `CLIENTS=0` says so."""
+    """Real clients of a running node; skipped where `CLIENTS=0` says so."""
     if os.environ.get("CLIENTS") == "0":
         pytest.skip("CLIENTS=0")
     folder = tmp_path_factory.mktemp("clients")
+    (folder / "state").mkdir()
+    CACHE.mkdir(parents=True, exist_ok=True)
+    (folder / "state" / "cache").symlink_to(CACHE)
     store = ModelStore.in_state_dir(folder / "state")
     store.add(str(model_path), DEFAULT_NAME)
     store.add(str(encoder_path), ENCODER)

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from attending import Attending, make_cache, shape
 
 from edge.engine.attention import AttentionShape, paged_attention, paged_attention_reference, rotate
-from edge.engine.kv_cache import FORMATS, Int4Options
+from edge.engine.kv_cache import FORMATS, KvOptions
 
 SHAPES = {
     "plain": shape(),
@@ -36,13 +36,11 @@ def test_it_equals_the_reference(name: str, format: str) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=5e-6)
 
 
-@pytest.mark.parametrize(
-    "options", [Int4Options(False), Int4Options(rotate_values=True), Int4Options(True, True, 0, 1)]
-)
-def test_int4_options(options: Int4Options) -> None:
+@pytest.mark.parametrize("options", [KvOptions(False), KvOptions(rotate_values=True), KvOptions(True, True, 0, 1)])
+def test_int4_options(options: KvOptions) -> None:
     kind = SHAPES["plain"]
     got, expected = (
-        mixed(Attending(attention, kind, make_cache("int4", kind, int4=options), [40, 100, 60]))
+        mixed(Attending(attention, kind, make_cache("int4", kind, options=options), [40, 100, 60]))
         for attention in (paged_attention, paged_attention_reference)
     )
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=5e-6)

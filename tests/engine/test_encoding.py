@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import tiny_encoders
 import torch
 
 from edge.engine.encoder_tokenizer import CHARS_PER_TOKEN, EncoderTokenizer
-from edge.engine.encoding import Encoding, LoadedEncoder
+from edge.engine.encoding import MAX_PASSES, Encoding, LoadedEncoder
 from edge.engine.models.encoder import Encoder
 from edge.errors import EdgeError, OutOfCapacity, TextTooLong
 from edge.frames import Delta, Done, Encode, Encoded, Failed, Started
@@ -67,6 +69,16 @@ def test_texts_are_cut_to_the_limit_as_the_tokenizer_does(model: LoadedEncoder) 
     assert model.tokenizer.encode("x" * 100 * CHARS_PER_TOKEN) == ([2, 1, 3], False)  # one word that is unknown
 
 
+def test_other_threads_run_while_a_long_text_is_read(model: LoadedEncoder) -> None:
+    reading = Thread(target=model.tokenizer.encode, args=("\U0001f600" * 100_000,))
+    num_turns = 0
+    reading.start()
+    while reading.is_alive():
+        num_turns += 1
+        time.sleep(0)
+    assert num_turns > 20
+
+
 def test_what_must_not_be_cut_is_refused(model: LoadedEncoder) -> None:
     with pytest.raises(TextTooLong, match="text 1 has more than the 20 tokens"):
         encoding(model, 1, "hello", "hello " * 19, truncate=False)
@@ -97,6 +109,67 @@ def test_a_large_request_does_not_hold_up_a_small_one(model: LoadedEncoder) -> N
     model.add(encoding(model, 2, "bad"))
     ends = [frame.id for frame in drain(model, slice_us=1) if isinstance(frame, Encoded)]
     assert ends == [2, 1]
+
+
+def test_a_call_that_may_be_rejected_is_if_others_wait_for_more_than_the_batch_under_way(model: LoadedEncoder) -> None:
+    model.add(encoding(model, 1, "hello"))
+    assert model.advance(0.001) == []  # a layer of three: nobody waits
+    model.add(encoding(model, 2, "hello", reject_if_busy=True))
+    with pytest.raises(OutOfCapacity, match="busy with 2 requests, and rejectIfBusy was asked for"):
+        model.add(encoding(model, 3, "hello", reject_if_busy=True))
+    model.add(encoding(model, 4, "hello"))
+    assert [frame.id for frame in drain(model) if isinstance(frame, Encoded)] == [1, 2, 4]
+
+
+def test_texts_of_a_higher_priority_go_first_even_before_a_batch_under_way_ends(model: LoadedEncoder) -> None:
+    model.add(encoding(model, 1, *["hello world"] * 50, priority=-100))
+    assert model.priority == -100
+    assert model.advance(0.001) == []  # a layer of three
+    model.add(encoding(model, 2, "bad", "good"))
+    assert model.priority == 0
+    frames = list(drain(model))
+    assert next(frame.id for frame in frames if isinstance(frame, Delta | Encoded)) == 2
+    assert [frame.id for frame in frames if isinstance(frame, Encoded)] == [2, 1]
+    assert rows(frames[-1]).shape == (50, 24)
+    assert (model.priority, model.num_waiting, model.num_running) == (0, 0, 0)
+
+
+def test_texts_of_a_lower_priority_do_not_starve(model: LoadedEncoder) -> None:
+    model.add(encoding(model, 1, *["hello"] * 3, priority=-100))
+    model.advance(0.001)  # under way
+    ends: list[int] = []
+    for id in range(2, 5 * MAX_PASSES):
+        model.add(encoding(model, id, "bad", priority=id % 2))
+        model.add(encoding(model, 1000 + id, "bad", priority=2))
+        ends += [frame.id for _ in range(2) for frame in model.advance(LONG_US) if isinstance(frame, Encoded)]
+        if 1 in ends:
+            break
+    assert ends.index(1) <= 2 * MAX_PASSES
+
+
+def test_texts_of_a_lower_priority_make_nobody_be_rejected(model: LoadedEncoder) -> None:
+    model.add(encoding(model, 1, "hello", priority=-100))
+    model.add(encoding(model, 2, "hello", reject_if_busy=True))
+    with pytest.raises(OutOfCapacity, match="rejectIfBusy was asked for"):
+        model.add(encoding(model, 3, "hello", reject_if_busy=True))
+
+
+def test_requests_of_every_priority_can_be_cancelled_and_fail(model: LoadedEncoder) -> None:
+    model.add(encoding(model, 1, "hello", priority=-100))
+    assert model.advance(0.001) == []
+    for id in (2, 3, 4):
+        model.add(encoding(model, id, "hello", priority=id % 2))
+    assert model.advance(0.001) == []  # the first is set aside
+    assert [frame.id for id in (1, 2) for frame in model.cancel(id)] == [1, 2]
+    assert [frame.id for frame in drain(model) if isinstance(frame, Encoded)] == [3, 4]
+    model.add(encoding(model, 5, "hello", priority=-100))
+    assert model.advance(0.001) == []
+    model.add(encoding(model, 6, "hello"))
+    assert model.advance(0.001) == []
+    model.add(encoding(model, 7, "hello"))
+    assert sorted(frame.id for frame in model.fail_all(EdgeError("no more"))) == [5, 6, 7]
+    assert not model.has_work
+    assert model.advance(LONG_US) == []
 
 
 def test_the_next_batch_takes_what_has_come_meanwhile(model: LoadedEncoder) -> None:

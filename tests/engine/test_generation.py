@@ -96,6 +96,15 @@ def test_a_prompt_is_a_user_message_unless_raw(model: LoadedModel) -> None:
     assert len(make(model, "hi").sequence.tokens) == 2
 
 
+def test_a_prompt_of_token_ids_is_taken_as_it_is(model: LoadedModel) -> None:
+    ids = [tiny_models.END, 5, 6]
+    assert Generation(tiny_models.request(ids), model).sequence.tokens == ids
+    with pytest.raises(InvalidInput, match=f"the token id {tiny_models.VOCAB_SIZE}"):
+        Generation(tiny_models.request([tiny_models.VOCAB_SIZE]), model)
+    with pytest.raises(InvalidInput, match="the prompt is empty"):
+        Generation(tiny_models.request([]), model)
+
+
 def test_usage_counts_each_prompt_token_once_even_if_it_is_computed_twice(model: LoadedModel) -> None:
     generation = make(model, "x" * 10)
     assert generation.usage == Usage()

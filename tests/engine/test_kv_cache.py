@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from edge.engine.attention import paged_attention
 from edge.engine.kv_cache import (
     FORMATS,
-    Int4Options,
     KvCache,
+    KvOptions,
     hadamard,
     quantize_int8,
     quantize_key_int4,
@@ -77,7 +77,7 @@ def test_unused_memory_is_zero_and_clear_makes_it_so_again() -> None:
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_number_that_is_not_finite_is_not_lost(format: str, bad: float) -> None:
-    cache = make_cache(format, KIND, num_pages=4, int4=Int4Options(sink_pages=0, window_pages=0))
+    cache = make_cache(format, KIND, num_pages=4, options=KvOptions(sink_pages=0, window_pages=0))
     step = step_of([1], 0, 1)
     k, v = torch.ones(2, 1, 2, 64)
     k[0, 0, 5] = v[0, 1, 7] = bad
@@ -146,7 +146,7 @@ def test_more_pages_than_side_pages_in_one_step() -> None:
 
 
 def test_no_side_pages_at_all() -> None:
-    cache = make_cache("int4", KIND, num_pages=12, int4=Int4Options(sink_pages=0, window_pages=0))
+    cache = make_cache("int4", KIND, num_pages=12, options=KvOptions(sink_pages=0, window_pages=0))
     k, _ = written(cache, [0, 1, 2], 40)
     keys, _ = cache.read(0, torch.arange(3), 40)
     assert cache.size_bytes(2000) == cache.bytes_per_token() * 2000

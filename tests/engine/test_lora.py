@@ -146,7 +146,7 @@ def test_an_adapter_that_is_not_there_or_does_not_fit_is_refused(folders: dict[s
     config = runner(folders["model"]).model.config
     store = AdapterStore(folders["small"].parent, config, CPU)
     for name in ("tiny", "../model", "", "x" * 500, "."):
-        with pytest.raises(InvalidInput, match="it has large, middle, small") as caught:
+        with pytest.raises(InvalidInput, match="the model's adapters: large, middle, small") as caught:
             store.get(name)
         assert caught.value.param == "lora"
     with pytest.raises(InvalidInput, match="edge models adapt"):

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from edge.engine.pace import MIN_TOKENS, MIN_TOKENS_BESIDE_FEW, SHARE, Pace, Prompts
+from edge.engine.pace import (
+    IDLE_TEXTS_US,
+    MIN_TEXTS_US,
+    MIN_TOKENS,
+    MIN_TOKENS_BESIDE_FEW,
+    SHARE,
+    Pace,
+    Prompts,
+    texts_us,
+)
 
 
 def learned(decode_us: int = 10_000, prompt_token_us: int = 100) -> Pace:
@@ -23,6 +32,15 @@ def test_each_prompt_takes_a_share_and_many_behind_few_decoders_take_all() -> No
     assert learned().prompt_tokens(32, 2, 0) == int(2 * SHARE * 10_000 / 100)
     assert learned().prompt_tokens(8, 2, 0) == 512
     assert learned().prompt_tokens(1, 31, 0) == 512
+
+
+def test_texts_take_a_share_of_a_step_in_which_somebody_decodes_and_little_if_they_are_outranked() -> None:
+    assert texts_us(None, beside_decoding=False, is_outranked=False) == IDLE_TEXTS_US
+    assert texts_us(60_000, beside_decoding=False, is_outranked=False) == 60_000  # prompts alone
+    assert texts_us(60_000, beside_decoding=True, is_outranked=False) == SHARE * 60_000
+    assert texts_us(60, beside_decoding=True, is_outranked=False) == MIN_TEXTS_US
+    for step_us in (None, 60_000):
+        assert texts_us(step_us, beside_decoding=step_us is not None, is_outranked=True) == MIN_TEXTS_US
 
 
 def test_there_is_always_some_progress_and_never_more_than_a_step() -> None:

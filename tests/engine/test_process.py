@@ -17,6 +17,7 @@ import tiny_models
 
 from edge.config import EngineConfig, ModelOptions
 from edge.frames import (
+    CountTokens,
     Delta,
     Done,
     EngineReady,
@@ -28,6 +29,7 @@ from edge.frames import (
     Ping,
     Pong,
     Started,
+    TokenCount,
     ToNode,
 )
 from workers._wire import Cancel, Frame, FrameDecoder, encode
@@ -187,6 +189,22 @@ def test_a_long_prompt_is_tokenized_beside_the_answers_of_others(start: Callable
 
 
 @pytest.mark.slow
+def test_generation_does_not_wait_for_prompts_whose_tokens_are_counted(
+    start: Callable[..., Engine], folder: Path
+) -> None:
+    engine = start(max_waiting=2)
+    engine.load(folder)
+    long = tiny_models.request("x" * (1 << 20))
+    engine.send(*(CountTokens(id, long) for id in range(1, 9)), tiny_models.request(id=9), Cancel(8), Ping(1))
+    replies: list[Frame] = []
+    while sum(isinstance(frame, TokenCount | Failed | Done) for frame in replies) < 9:
+        replies.append(engine.next())
+    counts = [frame for frame in replies if isinstance(frame, TokenCount)]
+    assert counts == [TokenCount(id, 1 << 20) for id in range(1, 8)]
+    ends = {frame.id: frame.finish_reason for frame in replies if isinstance(frame, Done)}
+    assert ends == {8: "cancelled", 9: "length"}  # what was not read when it was cancelled is not read
+
+
 def test_plain_prompts_do_not_wait_for_a_flood_of_schemas(start: Callable[..., Engine], folder: Path) -> None:
     engine = start()
     engine.load(folder)

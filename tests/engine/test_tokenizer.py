@@ -110,6 +110,16 @@ def test_a_long_prompt_is_refused_with_both_numbers(tiny: Tokenizer) -> None:
         tiny.encode_chat([{"role": "user", "content": "x" * 100}], 50)
 
 
+def test_ids_of_a_caller_are_those_of_the_vocabulary(tiny: Tokenizer) -> None:
+    last = tiny.num_tokens - 1
+    assert tiny.checked([0, last, last], 3) == [0, last, last]
+    for wrong in (-1, last + 1):
+        with pytest.raises(InvalidInput, match=f"the token id {wrong}, but .* those from 0 to {last}"):
+            tiny.checked([0, wrong], 3)
+    with pytest.raises(PromptTooLong, match="the prompt has 3 tokens, but only 2 fit"):
+        tiny.checked([0, 1, 2], 2)
+
+
 # -- detokenizer -------------------------------------------------------------------------------------------
 
 

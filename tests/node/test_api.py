@@ -262,8 +262,12 @@ async def test_batches_are_refused_wherever_they_are_asked_for_where_there_are_n
     ):
         response = await client.post(f"{BASE}/run/{MODEL}{query}", json={"prompt": "hi", **extra})
         assert failure(response)[:2] == (400, 1008)
-    response = await client.post(f"{BASE}/run/{MODEL}?queueRequest=false&tags=a", json={"prompt": "hi"})
-    assert response.status_code == 200
+    for query in ("queueRequest=false&tags=a", "queueRequest=False", "queueRequest=0&websocket=false", "queueRequest="):
+        response = await client.post(f"{BASE}/run/{MODEL}?{query}", json={"prompt": "hi"})
+        assert response.status_code == 200, query
+    for query in ("queueRequest=maybe", "websocket=true", "websocket=1", "rejectIfBusy=perhaps"):
+        response = await client.post(f"{BASE}/run/{MODEL}?{query}", json={"prompt": "hi"})
+        assert failure(response)[:2] == (400, 5006), query
 
 
 @pytest.mark.parametrize(

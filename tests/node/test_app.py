@@ -18,6 +18,7 @@ from edge.billing.ledger import FILE_NAME, latest_records
 from edge.billing.times import now_us
 from edge.config import (
     AiConfig,
+    ApiConfig,
     AssetsConfig,
     BillingConfig,
     Config,
@@ -183,6 +184,60 @@ async def test_every_path_that_is_not_the_node_s_own_is_the_worker_s(config: Con
         for path in ("/a%0Ab", "/healthz/", "/client/v4x", "/%1b[2J"):
             response = await client.get(path)
             assert (response.status_code, response.text) == (200, str(response.request.url))
+
+
+async def test_a_worker_gets_no_request_that_is_meant_for_the_api(config: Config) -> None:
+    """A base URL with a slash too many, for example: the header holds a token of the node."""
+    config.main.write_text(
+        "from workers import Response, WorkerEntrypoint\n"
+        "class Default(WorkerEntrypoint):\n"
+        "    async def fetch(self, request):\n"
+        "        return Response('the worker')\n"
+    )
+    node = Node(config, tokens={"secret": "acme"}, show_tracebacks=True, say=print, access_log=lambda *_: None)
+    async with node, httpx.AsyncClient(transport=httpx.ASGITransport(node.app), base_url="http://node") as client:
+        await node.deploy(config)
+        headers = {"authorization": "Bearer secret"}
+        for path in ("//client/v4/accounts/acme/ai/models/search", "/client//v4/user", "//v1/models", "/v1//models"):
+            response = await client.get(f"http://node{path}", headers=headers)
+            assert (response.status_code, response.headers["content-type"]) == (200, "application/json"), path
+        for path in ("/client/v4/a%0Ab", "//client/v4/none"):
+            assert (await client.get(f"http://node{path}", headers=headers)).json()["errors"][0]["code"] == 7000
+
+
+PREFLIGHT = {
+    "origin": "https://app.example.com",
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type",
+}
+
+
+async def test_a_browser_may_ask_for_v1_beside_a_worker(config: Config) -> None:
+    config.main.write_text(
+        "from workers import Response, WorkerEntrypoint\n"
+        "class Default(WorkerEntrypoint):\n"
+        "    async def fetch(self, request):\n"
+        "        return Response('worker', status=299)\n"
+    )
+    config = replace(config, api=ApiConfig(cors_origins=[PREFLIGHT["origin"]]))
+    node = Node(config, tokens={"t": "acme"}, show_tracebacks=True, say=print, access_log=lambda *_: None)
+    async with node, httpx.AsyncClient(transport=httpx.ASGITransport(node.app), base_url="http://node") as client:
+        await node.deploy(config)
+        for path in ("/v1/chat/completions", "/v1/models", f"{BASE}/v1/models"):
+            response = await client.options(path, headers=PREFLIGHT)
+            allowed = response.headers.get("access-control-allow-origin")
+            assert (response.status_code, allowed) == (200, PREFLIGHT["origin"]), path
+        listed = {"authorization": "Bearer t", "origin": PREFLIGHT["origin"]}
+        response = await client.get("/v1/models", headers=listed)
+        assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, PREFLIGHT["origin"])
+        for change in (
+            {"origin": "https://other.example.com"},
+            {"access-control-request-headers": "content-type"},
+            {"access-control-request-method": None},
+        ):
+            headers = {key: value for key, value in {**PREFLIGHT, **change}.items() if value is not None}
+            response = await client.options("/v1/chat/completions", headers=headers)
+            assert (response.status_code, response.text) == (299, "worker"), change
 
 
 WORKER = """

@@ -271,6 +271,19 @@ def wish(*scopes: str, **more: object) -> dict[str, object]:
     }
 
 
+@pytest.mark.parametrize("request_line", ["GET /", "POST /", "GET /0123", "DELETE /0123"])
+async def test_a_node_without_a_file_of_tokens_says_so(request_line: str) -> None:
+    app = Starlette(routes=routes(make_gate(ScriptedPool()), tokens={"fixed": "acme"}))
+    method, _, path = request_line.partition(" ")
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, headers={"authorization": "Bearer fixed"}) as client:
+        url = f"http://node/client/v4/user/tokens{path.rstrip('/')}"
+        policies = [{"effect": "allow", "permission_groups": [{"name": AI_RUN}]}]
+        response = await client.request(method, url, json={"name": "a", "policies": policies})
+    assert response.status_code == 400
+    assert "this node has fixed tokens only" in response.json()["errors"][0]["message"]
+
+
 @pytest.mark.parametrize("place", ["/client/v4/user/tokens", "/client/v4/accounts/acme/tokens"])
 async def test_a_token_makes_lists_and_revokes_others(app: Starlette, store: TokenStore, place: str) -> None:
     maker, credential = store.create("maker", "acme", frozenset({TOKENS_EDIT, AI_RUN, AI_READ}))
@@ -312,21 +325,24 @@ async def test_no_token_makes_one_that_may_do_more_or_for_others(app: Starlette,
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ([], "the body must be an object"),
-        ({}, "name must be a string"),
-        ({"name": "a"}, "policies must name permission_groups"),
-        ({"name": "a", "policies": [1]}, "policies[0]"),
-        ({"name": "a", "policies": [{"permission_groups": [{}]}]}, "policies[0]"),
+        ([], "the body must be a JSON object"),
+        ({}, "$.name is missing; $.policies is missing"),
+        ({"name": "a", "policies": []}, "$.policies is an empty list"),
+        ({"name": "a", "policies": [1]}, "$.policies[0] is 1, must be an object"),
+        ({"name": "a", "policies": [{"permission_groups": [{}]}]}, "$.policies[0].permission_groups[0] needs an id"),
         (wish("ai:fly"), "there is no scope 'ai:fly'"),
         (wish(AI_READ, expires_on="soon"), "ISO 8601"),
-        (wish(AI_READ, expires_on=5), "expires_on must be a time"),
+        (wish(AI_READ, expires_on=5), "$.expires_on is no time"),
         (wish(AI_READ, expires_on="2001-01-01"), "would have expired"),
-        (wish(AI_READ, condition={"request_ip": {"in": ["10.0.0.0/8"]}}), "condition is not supported"),
+        (
+            wish(AI_READ, condition={"request_ip": {"in": ["10.0.0.0/8"]}}),
+            "$.condition is an object, which is not supported",
+        ),
         (
             {"name": "a", "policies": [{"resources": {"com.cloudflare.api.account.b": "*"}, "permission_groups": []}]},
             "policies[0].resources must be com.cloudflare.api.account.acme",
         ),
-        (wish(AI_READ, name="x" * 121), "name must be 1 to 120"),
+        (wish(AI_READ, name="x" * 121), "must be a string of 1 to 120 characters"),
     ],
 )
 async def test_what_is_wrong_with_a_wish_is_named(app: Starlette, store: TokenStore, body: object, reason: str) -> None:

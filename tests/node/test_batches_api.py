@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,14 @@ LINES = b"".join(
 @pytest.fixture
 async def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
     monkeypatch.setattr(batch, "POLL_S", 0.02)
-    async with running(tmp_path, ScriptedPool(*answer("1", "2"))) as batches:
+    async with answering(tmp_path) as client:
+        yield client
+
+
+@asynccontextmanager
+async def answering(folder: Path, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a node that keeps its batches in `folder`."""
+    async with running(folder, ScriptedPool(*answer("1", "2")), **options) as batches:
         app = Starlette(routes=routes(batches.gate, tokens={"dev": "dev", "t2": "other"}))
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app),
@@ -154,21 +163,76 @@ async def test_nobody_sees_what_another_account_has(client: httpx.AsyncClient) -
         ("GET", f"/batches/{native['request_id']}"),
         ("POST", f"/batches/{native['request_id']}/cancel"),
     ):
-        response = await client.request(method, other + path, headers=headers)
-        assert response.status_code == 404, path
+        for url in (other + path, *([path] if path.startswith("/v1/") else [])):
+            response = await client.request(method, url, headers=headers)
+            assert response.status_code == 404, url
     for path in ("/v1/files", "/v1/batches"):
-        assert (await client.get(other + path, headers=headers)).json()["data"] == []
+        for url in (other + path, path):
+            assert (await client.get(url, headers=headers)).json()["data"] == []
     assert (await client.get(f"{other}/batches", headers=headers)).json()["result"] == []
     body = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-    assert (await client.post(f"{other}/v1/batches", json=body, headers=headers)).status_code == 404
+    for url in (f"{other}/v1/batches", "/v1/batches"):
+        assert (await client.post(url, json=body, headers=headers)).status_code == 404
+    assert (await client.get(f"/v1/files/{file_id}")).status_code == 200  # its owner does
     poll = {"request_id": native["request_id"]}
     assert (await client.post(f"{other}/run/{MODEL}", json=poll, headers=headers)).status_code == 404
+
+
+async def test_answers_of_batches_count_as_under_way_until_they_are_sent(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = f"{ACCOUNT}/run/{MODEL}"
+    queued = (await client.post(run, json={"requests": [{"prompt": "hi"}]})).json()["result"]
+    poll = {"request_id": queued["request_id"]}
+
+    async def is_over() -> bool:
+        return "responses" in (await client.post(run, json=poll)).json()["result"]
+
+    await until(is_over)
+    monkeypatch.setattr("edge.node.api.bodies.MAX_HELD_BYTES", 1500)  # there is room for one such answer, not for two
+    for _ in range(3):
+        assert (await client.post(run, json=poll)).status_code == 200
+    monkeypatch.setattr("edge.node.api.bodies.MAX_HELD_BYTES", 500)
+    refused = await client.post(run, json=poll)
+    assert (refused.status_code, refused.json()["errors"][0]["code"]) == (429, 3040)
+    assert (await client.get(f"{ACCOUNT}/batches")).status_code == 200
+
+
+async def test_what_arrives_counts_for_its_account(tmp_path: Path) -> None:
+    half_way, go = asyncio.Event(), asyncio.Event()
+
+    async def body(num_mib: int, *, waits: bool = False) -> AsyncIterator[bytes]:
+        yield b'--xyz\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        yield b'--xyz\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+        for _ in range(num_mib):
+            yield b"x" * (1 << 20)
+        if waits:
+            half_way.set()
+            await go.wait()
+        yield b"\r\n--xyz--\r\n"
+
+    form = {"content-type": "multipart/form-data; boundary=xyz"}
+    async with answering(tmp_path, max_bytes=5 << 20) as client:
+        first = asyncio.create_task(client.post(f"{V1}/files", content=body(3, waits=True), headers=form))
+        await half_way.wait()
+        refused = await client.post(f"{V1}/files", content=body(3), headers=form)
+        assert refused.status_code == 413
+        assert "max_mb_per_account" in refused.json()["error"]["message"]
+        other = "/client/v4/accounts/other/ai/v1/files"
+        theirs = await client.post(other, content=body(3), headers=form | {"authorization": "Bearer t2"})
+        assert theirs.status_code == 200
+        go.set()
+        kept = await first
+        assert kept.status_code == 200
+        assert (await client.post(f"{V1}/files", content=body(3), headers=form)).status_code == 413
+        await client.delete(f"{V1}/files/{kept.json()['id']}")
+        assert (await client.post(f"{V1}/files", content=body(3), headers=form)).status_code == 200
 
 
 async def test_wrong_uploads_are_refused_and_leave_nothing(
     client: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "must be batch" in (await uploaded(client, purpose="fine-tune")).json()["error"]["message"]
+    assert 'must be "batch"' in (await uploaded(client, purpose="fine-tune")).json()["error"]["message"]
     no_file = await client.post(f"{V1}/files", files={"purpose": (None, "batch")})
     assert (no_file.status_code, no_file.json()["error"]["param"]) == (400, "file")
     assert (await client.post(f"{V1}/files", json={})).status_code == 415

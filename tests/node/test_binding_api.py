@@ -133,6 +133,15 @@ async def test_what_a_node_does_not_have(client: httpx.AsyncClient, method: str,
     assert reason in description
 
 
+async def test_options_in_the_query_are_text(client: httpx.AsyncClient, pool: ScriptedPool) -> None:
+    query = {"version": "3", "userInputs": "{}", "websocket": "false", "rejectIfBusy": "0"}
+    form = {"prompt": (None, "hi")}
+    for text, status in (("false", 200), ("0", 200), ("true", 400), ("maybe", 400)):
+        asked = {**query, "queueRequest": text}
+        assert (await client.post(f"{BASE}/run", params=asked, files=form, headers=HEADERS)).status_code == status
+    assert [request.reject_if_busy for request in pool.requests] == [False, False]
+
+
 async def test_strangers(client: httpx.AsyncClient) -> None:
     for path in ("run", "ai-api/models/search", "autorag/rags"):
         for token, status in (("wrong", 401), ("other", 404)):
@@ -150,7 +159,9 @@ async def test_the_tunnel(client: httpx.AsyncClient, pool: ScriptedPool) -> None
     assert [model["name"] for model in response.json()["result"]] == [STAND_IN]
     response = await client.post(tunnel, json=body, headers={**headers, "authorization": "Bearer wrong"})
     assert (response.status_code, response.json()["errors"][0]["code"]) == (403, 1031)
-    assert failure(await client.post(tunnel, json=body, headers=HEADERS))[:2] == (400, 3003)
+    for address in ("", "http://[", "http://[::1", "http://[x]/run", "http://a]/run"):
+        wrong = {**HEADERS, "x-forwarded": address}
+        assert failure(await client.post(tunnel, json=body, headers=wrong))[:2] == (400, 3003), address
     assert failure(await client.post(tunnel, headers={"x-forwarded": f"{URL}/autorag/rags"}))[1] == 1008
     assert len(pool.requests) == 1
     assert MODEL in (await client.post(f"{ACCOUNT}/run/proxies", json={"prompt": "hi"})).text

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from edge.ai import batch_disk
 from edge.ai.inputs import Binary
 from edge.errors import EdgeError
 from edge.node.api import routes
@@ -108,6 +109,7 @@ def part(disposition: str, content: str = "x", headers: str = "") -> str:
     [
         ("", 400, "cut short"),
         (part('name="a"'), 400, "cut short"),
+        (part('name="a"', "\r\n--xyzz" * 20_000), 400, "choose one that is not in the files"),
         ("--other\r\n", 400, "no form with the boundary"),
         (part("") + "--xyz--\r\n", 400, "has no name"),
         (part('name="a"', headers="X: " + "y" * 9000 + "\r\n") + "--xyz--\r\n", 400, "no form"),
@@ -160,6 +162,17 @@ async def test_a_large_form_goes_to_disk_and_is_not_held(echo: tuple[Echo, httpx
     assert (response.status_code, response.json()[0]) == (413, 3006)
 
 
+async def test_a_form_leaves_the_node_what_it_needs_of_the_disk(
+    echo: tuple[Echo, httpx.AsyncClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, client = echo
+    monkeypatch.setattr(batch_disk, "MIN_FREE_BYTES", 1 << 60)
+    response = await client.post("/disk", files={"file": ("x", b"12")})
+    assert (response.status_code, list(server.folder.iterdir())) == (507, [])
+    assert "uploads and batches may not use: free some space" in response.json()[1]
+    assert (await client.post("/inputs", files={"file": ("x", b"12")})).status_code == 200  # what is held in memory
+
+
 # -- ai/run ------------------------------------------------------------------------------------------------
 
 
@@ -183,6 +196,41 @@ async def test_a_text_model_takes_a_form_of_text_but_no_bytes(node: tuple[Script
     assert response.json()["errors"][0]["code"] == 5007
     response = await client.post(f"{BASE}/run/{MODEL}", files={"prompt": ("a.txt", b"hi")})
     assert response.json()["errors"][0]["code"] == 5006
+
+
+async def test_what_a_form_says_is_read_as_the_input_that_it_is(node: tuple[ScriptedPool, httpx.AsyncClient]) -> None:
+    pool, client = node
+    messages = [{"role": "user", "content": "5"}]
+    form = {"messages": json.dumps(messages), "max_tokens": "5", "temperature": "0.5", "stream": "True", "stop": "7"}
+    response = await client.post(f"{BASE}/run/{MODEL}", files={key: (None, value) for key, value in form.items()})
+    assert response.headers["content-type"] == "text/event-stream"
+    response = await client.post(f"{BASE}/run/{MODEL}", files={"prompt": (None, "5"), "raw": (None, "true")})
+    first, second = pool.requests
+    assert (first.messages, first.max_tokens, first.sampling.temperature, first.stop) == (messages, 5, 0.5, ["7"])
+    assert (second.prompt, second.raw) == ("5", True)
+    for wrong in ("five", "5 6", "[" * 10_000, "-1"):
+        response = await client.post(f"{BASE}/run/{MODEL}", files={"prompt": (None, "5"), "max_tokens": (None, wrong)})
+        assert "$.max_tokens is " in response.json()["errors"][0]["message"]
+
+
+async def test_a_form_of_the_wrong_type_says_what_to_send(node: tuple[ScriptedPool, httpx.AsyncClient]) -> None:
+    _, client = node
+    response = await client.post(f"{BASE}/run/{MODEL}", data={"prompt": "hi"})
+    error = response.json()["errors"][0]
+    assert (response.status_code, error["code"]) == (400, 3003)
+    assert "send JSON with the header Content-Type: application/json, or a multipart form" in error["message"]
+    response = await client.post(f"{BASE}/run/{MODEL}", content=b"{", headers={"content-type": "application/json"})
+    assert "x-www-form-urlencoded" not in response.text
+
+
+async def test_who_would_not_wait_says_so_in_any_body(node: tuple[ScriptedPool, httpx.AsyncClient]) -> None:
+    pool, client = node
+    for path, given in (("completions", {"prompt": "a"}), ("responses", {"input": "a"})):
+        for options in ({"rejectIfBusy": True}, {}):
+            body = {"model": MODEL, **given, "options": options}
+            response = await client.post(f"{BASE}/v1/{path}", json=body)
+            assert response.status_code == 200, response.text
+    assert [request.reject_if_busy for request in pool.requests] == [True, False, True, False]
 
 
 async def test_options_come_in_the_query_or_the_body(node: tuple[ScriptedPool, httpx.AsyncClient]) -> None:

@@ -1,21 +1,38 @@
 """The text dialects over HTTP."""
 
+import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
-from doubles import MODEL, STAND_IN, ListMeter, ScriptedPool, answer, make_gate
+from doubles import MODEL, STAND_IN, ListMeter, ScriptedPool, answer, catalogue, make_gate
+from local_server import serving
 from starlette.applications import Starlette
 
+from edge.ai.gate import Gate
 from edge.node.api import routes
 
+CHAT_MODEL = "@cf/qwen/qwen3-30b-a3b-fp8"
+"""One that answers `ai/run` in OpenAI's dialect."""
 V1 = "/client/v4/accounts/dev/ai/v1"
 BODIES: dict[str, Any] = {
     "chat/completions": {"model": STAND_IN, "messages": [{"role": "user", "content": "one two"}]},
     "completions": {"model": STAND_IN, "prompt": "one two"},
     "responses": {"model": STAND_IN, "input": "one two"},
 }
+
+
+LANGCHAIN = """
+import functools, operator, sys
+from langchain_cloudflare import ChatCloudflareWorkersAI
+url, model = sys.argv[1:]
+chat = ChatCloudflareWorkersAI(model=model, base_url=f"{url}/client/v4", account_id="dev", api_token="dev")
+whole = functools.reduce(operator.add, chat.stream("hi"))
+print(whole.content, whole.response_metadata["usage"]["total_tokens"])
+"""
 
 
 @pytest.fixture
@@ -48,6 +65,17 @@ async def test_answers_are_bare_and_streams_end_with_done_once(
     assert [(record.trigger, record.model, record.status) for record in meter.records] == [
         ("openai", STAND_IN, "ok")
     ] * 2
+
+
+@pytest.mark.parametrize("model", [CHAT_MODEL, STAND_IN])
+async def test_langchain_finds_the_usage_of_a_stream_once(model: str) -> None:
+    """It adds up what it finds, and leaves chunks without choices unread."""
+    pytest.importorskip("langchain_cloudflare")
+    gate = Gate(ScriptedPool(*answer("1", "2")), catalogue(stand_ins={model: MODEL}), ListMeter())
+    async with serving(Starlette(routes=routes(gate, tokens={"dev": "dev"}))) as url:
+        command = [sys.executable, "-W", "ignore", "-c", LANGCHAIN, url, model]
+        ran = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=120)
+    assert ran.stdout == "12 17\n", ran.stderr
 
 
 @pytest.mark.parametrize("route", BODIES)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 import shutil
+import sqlite3
+import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +23,14 @@ from safetensors.torch import save_file
 from starlette.applications import Starlette
 
 from edge.ai import finetunes as finetunes_module
+from edge.ai.batch_calls import problem_of, problem_text
+from edge.ai.batch_rows import NATIVE
 from edge.ai.catalogue import Catalogue
 from edge.ai.finetunes import Finetunes
-from edge.ai.gate import Gate
+from edge.ai.gate import Gate, Principal
 from edge.billing.prices import load_prices
 from edge.config import Config, EngineConfig
+from edge.errors import Conflict, UnknownFinetune
 from edge.node.api import routes
 from edge.node.app import Node
 from edge.weights.store import ModelStore
@@ -156,6 +162,22 @@ async def test_a_finetune_from_its_making_to_its_end(
     assert failure(await alice.get("/finetunes/my-tune"))[:2] == (404, 1005)
 
 
+async def test_a_batch_is_refused_that_names_an_adapter_that_there_is_not(
+    server: Server, clients: tuple[httpx.AsyncClient, httpx.AsyncClient], adapter: Path
+) -> None:
+    await upload_both(clients[0], await create(clients[0], "mine"), adapter)
+
+    async def problem(account: str, lora: str) -> str:
+        who = Principal(account=account, trigger="rest", request_id="r")
+        error = await problem_of(server.gate, who, NATIVE, "tiny", {"prompt": "hi", "lora": lora})
+        return "" if error is None else problem_text(error, "$.requests[3]")
+
+    assert await problem("alice", "mine") == ""
+    for account, lora in (("alice", "your"), ("bob", "mine"), ("alice", "../x")):
+        assert "$.requests[3].lora is" in await problem(account, lora)
+        assert "no finetune of the account and no adapter of the model 'tiny'" in await problem(account, lora)
+
+
 async def test_what_is_on_disk_is_found_again(
     server: Server, clients: tuple[httpx.AsyncClient, httpx.AsyncClient], adapter: Path, store: ModelStore
 ) -> None:
@@ -166,9 +188,16 @@ async def test_what_is_on_disk_is_found_again(
     await bob.delete(f"/finetunes/{gone}")
     (server.folder / ".incoming-1").mkdir()  # of an upload that a crash has ended
     (server.folder / gone).mkdir()
+    for old in (server.folder / ".incoming-1", server.folder / gone, server.folder / kept):
+        os.utime(old, (0, 0))
+    (server.folder / ".incoming-2").mkdir()  # of an upload to another process
+    (server.folder / ".incoming-2" / "part-1").touch()
+    os.utime(server.folder / ".incoming-2", (0, 0))
+    (server.folder / "made-by-another").mkdir()
     again = Server(server.folder, store)
     try:
-        assert sorted(path.name for path in server.folder.iterdir() if path.is_dir()) == [kept]
+        folders = sorted(path.name for path in server.folder.iterdir() if path.is_dir())
+        assert folders == sorted([".incoming-2", kept, "made-by-another"])
         async with again.running() as (alice, _):
             assert (await alice.get("/finetunes")).json()["result"] == before
             assert (await run(alice, "kept")).status_code == 200
@@ -338,6 +367,39 @@ async def test_a_client_that_hangs_up_leaves_nothing(
     writer.close()
     await until(lambda: not any(server.folder.glob(".incoming-*")))
     assert (await upload(alice, id, adapter / FILES[0])).status_code == 200  # which waits for nobody
+
+
+async def test_a_change_whose_caller_goes_is_made_whole(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, go = threading.Event(), threading.Event()
+    transaction = finetunes_module.sqlite.transaction
+
+    def held(database: sqlite3.Connection) -> AbstractContextManager[None]:
+        entered.set()
+        assert go.wait(HANG_S)
+        return transaction(database)
+
+    body = {"model": "tiny", "name": "x"}
+    with monkeypatch.context() as holding:
+        holding.setattr(finetunes_module.sqlite, "transaction", held)
+        for change in (lambda: server.finetunes.create("alice", body), lambda: server.finetunes.delete("alice", "x")):
+            entered.clear()
+            go.clear()
+            task = asyncio.create_task(change())
+            assert await asyncio.to_thread(entered.wait, HANG_S)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            go.set()
+            with pytest.raises(Conflict if "create" in change.__code__.co_names else UnknownFinetune):
+                await change()
+    await server.finetunes.create("alice", body)
+
+
+async def test_a_name_that_another_process_has_taken_is_a_conflict(server: Server, store: ModelStore) -> None:
+    other = Server(server.folder, store)
+    await other.finetunes.create("alice", {"model": "tiny", "name": "x"})
+    other.finetunes.close()
+    with pytest.raises(Conflict, match="made by another process"):
+        await server.finetunes.create("alice", {"model": "tiny", "name": "x"})
 
 
 async def test_a_full_disk_is_said(

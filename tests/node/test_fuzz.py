@@ -102,6 +102,12 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Check]:
         runner.run(parts.aclose())
 
 
+@pytest.mark.parametrize("part", ["%0A", "a%0D%0Ab", "%00", "%2F", "%", "%FF", "\u2028", "a" * 30_000, "a" * 40_000])
+def test_any_path_below_the_prefixes_has_our_own_error(check: Check, part: str) -> None:
+    for path in ("/client/v4/accounts/dev/ai/batches/{}/cancel", "/client/v4/{}", "/v1/{}", "/v1/batches/{}/cancel"):
+        assert 400 <= check(path.format(part), b"{}") < 500
+
+
 numbers = st.integers() | st.floats() | st.sampled_from([2**31, 2**63, 2**64, -(2**63) - 1, 10**400, 1e308, 5e-324])
 texts = st.text(st.characters(), max_size=8) | st.sampled_from(["\ud800", "a\udfff", "\x00", "\u2028", "𝟙", "null"])
 json_values = st.recursive(

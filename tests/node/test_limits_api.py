@@ -165,12 +165,33 @@ async def test_the_calls_of_workers_count_and_those_of_batches_do_not() -> None:
             await run(trigger)
 
 
-async def test_a_call_with_many_choices_is_one_call() -> None:
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("chat/completions", {**CHAT, "n": 4}),
+        ("completions", {"model": MODEL, "prompt": ["a", "b"], "n": 2}),
+        ("completions", {"model": MODEL, "prompt": ["a", "b", "c", "d"]}),
+    ],
+)
+async def test_each_choice_of_each_prompt_is_a_call(route: str, body: dict[str, Any]) -> None:
+    pool = ScriptedPool(*answer("1"))
+    async with client_of(make_app(pool=pool, per_minute={"text-generation": 9})) as client:
+        responses = [await client.post(f"{BASE}/v1/{route}", json=body) for _ in range(3)]
+        assert [response.status_code for response in responses] == [200, 200, 429]
+        assert [response.headers["x-ratelimit-remaining-requests"] for response in responses] == ["5", "1", "1"]
+        assert len(pool.requests) == 8
+        assert (await client.post(f"{BASE}/run/{MODEL}", json=PROMPT)).status_code == 200  # there was room for one
+    async with client_of(make_app(per_minute={"text-generation": 3})) as client:  # no waiting helps
+        assert (await client.post(f"{BASE}/v1/{route}", json=body)).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("route", "body"), [("chat/completions", CHAT), ("responses", {"model": MODEL, "input": "hi"})]
+)
+async def test_counting_tokens_counts_as_a_call(route: str, body: dict[str, Any]) -> None:
     async with client_of(make_app(per_minute={"text-generation": 2})) as client:
-        statuses = [
-            (await client.post(f"{BASE}/v1/chat/completions", json={**CHAT, "n": 4})).status_code for _ in range(3)
-        ]
-    assert statuses == [200, 200, 429]
+        path = f"{BASE}/v1/{route}/input_tokens"
+        assert [(await client.post(path, json=body)).status_code for _ in range(3)] == [200, 200, 429]
 
 
 # -- time limits -------------------------------------------------------------------------------------------
@@ -469,6 +490,26 @@ async def test_a_body_that_stops_coming_is_not_waited_for(serve: Any, monkeypatc
     assert b"connection: close" in answered
     body = json.loads(answered.partition(b"\r\n\r\n")[2])
     assert body["errors"][0]["code"] == 3008
+    assert not pool.requests
+
+
+async def test_a_body_that_comes_too_slowly_is_not_waited_for(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ScriptedPool(*answer("1"))
+    port = await serve(make_app(pool=pool))
+    # Each piece comes within the time for silence, and all of them together take longer than they may.
+    monkeypatch.setattr(api, "BODY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(api, "MIN_BODY_BYTES_PER_S", 1 << 20)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head_of(1 << 16))
+    answering = asyncio.create_task(reader.read())
+    async with asyncio.timeout(HANG_S):
+        while not answering.done():
+            writer.write(b" ")
+            await asyncio.sleep(0.01)
+    writer.close()
+    assert answering.result().startswith(b"HTTP/1.1 408 ")
+    error = json.loads(answering.result().partition(b"\r\n\r\n")[2])["errors"][0]
+    assert (error["code"], "and it is not complete" in error["message"]) == (3008, True)
     assert not pool.requests
 
 

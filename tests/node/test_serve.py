@@ -102,7 +102,7 @@ def test_a_served_node_from_its_first_token_to_its_revocation(project: Path, edg
         return [(entry["event"], entry["detail"]) for entry in entries]
 
     wait_for(lambda: ("refused", "revoked") in logged() and ("refused", "unknown token") in logged())
-    assert "Tokens 1 (edge tokens list)" in server.output
+    assert "Tokens 1 of acme (edge tokens list)" in server.output
     assert "reloads on save" not in server.output
 
 

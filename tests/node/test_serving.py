@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
 
+import httpx
 import pytest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from edge.errors import PortInUse, UsageError
 from edge.node.access import Access
-from edge.node.serving import listen, log_access, public_address
+from edge.node.serving import _uvicorn, listen, log_access, public_address
 
 
 def close(sockets: list[socket.socket]) -> None:
@@ -55,6 +59,40 @@ def test_the_limit_of_descriptors_is_raised_as_far_as_it_may(soft: int, hard: in
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output == f"({raised}, {hard})\n"
+
+
+def test_garbage_collections_pass_over_what_is_there_from_the_start() -> None:
+    code = (
+        "import asyncio, gc, types\n"
+        "from edge.node.serving import Server, listen\n"
+        "async def main():\n"
+        "    server = Server(listen('127.0.0.1', 0, 'edge dev'), 1)\n"
+        "    server.start(types.SimpleNamespace(app=None, direct=None))\n"
+        "    print(gc.get_freeze_count() > 10 * len(gc.get_objects()))\n"
+        "    server.stop()\n"
+        "    await server._serving\n"
+        "asyncio.run(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+
+
+async def test_no_client_says_which_address_it_has() -> None:
+    async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(f"{scope['client'][0]} {scope['scheme']}")(scope, receive, send)
+
+    sockets = listen("127.0.0.1", 0, "edge dev")
+    server = _uvicorn(drain_s=1)
+    server.config.app = echo
+    serving = asyncio.create_task(server.serve(sockets))
+    try:
+        async with httpx.AsyncClient() as client:
+            headers = {"x-forwarded-for": "1.2.3.4", "x-forwarded-proto": "https", "forwarded": "for=1.2.3.4"}
+            response = await client.get(f"http://127.0.0.1:{sockets[0].getsockname()[1]}/", headers=headers)
+        assert response.text == "127.0.0.1 http"
+    finally:
+        server.should_exit = True
+        await serving
 
 
 def test_what_clients_send_does_not_reach_the_terminal_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ from edge.errors import (
     WeightsError,
 )
 from edge.frames import Delta, Done, Encode, Encoded, Generate, Started, Usage
-from edge.pool.local import EXIT_TIMEOUT_S, LocalPool
+from edge.pool.local import EXIT_TIMEOUT_S, MAX_COUNTING, LocalPool
 
 HANG_S = 60
 CACHE = Path(__file__).parent.parent.parent / ".edge" / "cache" / "kernels"
@@ -412,6 +412,22 @@ async def test_tokens_are_counted_through_the_chat_template_and_beyond_the_conte
         with pytest.raises(UnknownModel, match="'other' is not installed"):
             await pool.count_tokens(tiny_models.request(model="other"))
     assert pool.status()["num_calls"] == 0
+
+
+async def test_prompts_that_are_counted_take_no_place_of_a_call(folder: Path) -> None:
+    async with running({"tiny": folder}, EngineConfig(num_threads=1, max_waiting=1)) as pool:
+        await collect(pool, tiny_models.request())
+        long = tiny_models.request("x" * (1 << 20))
+        counting = [asyncio.create_task(pool.count_tokens(long)) for _ in range(MAX_COUNTING + 1)]
+        await until(lambda: pool.status()["num_calls"] == MAX_COUNTING)
+        assert isinstance((await collect(pool, tiny_models.request()))[-1], Done)
+        for each in counting[:4]:
+            each.cancel()
+        async with asyncio.timeout(HANG_S):
+            counted = await asyncio.gather(*counting, return_exceptions=True)
+        assert isinstance(counted[-1], OutOfCapacity)
+        assert counted[4:-1] == [1 << 20] * (MAX_COUNTING - 4)
+        assert await pool.count_tokens(tiny_models.request("hello")) == 5
 
 
 async def test_texts_become_rows_beside_generation_and_each_task_has_its_models(

@@ -5,7 +5,8 @@ whatever dies in between, each request has one answer, and at most one usage rec
 answer was lost is made again under the same id, and the ledger takes an id once.
 
 Calls of batches have the lowest priority in the engine, and while others are under way only one of them is begun at a
-time. Accounts take turns. What is kept is in `batch_store`, what a request is in `batch_calls`; the two dialects in
+time. Accounts take turns. Batches are validated and closed beside that, and one with which something is wrong keeps no
+other from its turn. What is kept is in `batch_store`, what a request is in `batch_calls`; the two dialects in
 which batches are made and shown are `batch_native` and `batch_openai`.
 """
 
@@ -15,16 +16,18 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from itertools import count
 from typing import Any
 
 from edge.ai import batch_native, batch_openai
 from edge.ai.batch_calls import decoded, encoded, make
-from edge.ai.batch_store import NATIVE, BatchStore, Item, State, Status
+from edge.ai.batch_rows import NATIVE, Batch, Item, State, Status
+from edge.ai.batch_store import BatchStore
 from edge.ai.gate import Gate, Principal
-from edge.errors import EdgeError, EngineLost, MeteringUnavailable, RequestTooLarge
+from edge.billing.meter import UsageRecord
+from edge.errors import EdgeError, EngineLost, RequestTooLarge
 
 PRIORITY = -100
 MAX_ATTEMPTS = 3
@@ -62,7 +65,10 @@ class Batches:
         self.retention_s = retention_days * 86_400
         self._concurrency = concurrency
         self._clock = clock
-        self._wake = asyncio.Event()
+        self._waiting = asyncio.Event()
+        """There may be something to start."""
+        self._unsettled = asyncio.Event()
+        """There may be something to validate or to close."""
         self._running: dict[asyncio.Task[None], Item] = {}
         self._turns: dict[str, int] = {}
         """When each account last had its turn."""
@@ -70,8 +76,10 @@ class Batches:
         self._num_failures = 0
         self._paused_until = 0.0
         self._next_sweep = 0.0
+        self._settle_at: dict[str, float] = {}
+        """When batches that could not be validated or closed have their next turn, on the monotonic clock."""
         self._stopping = False
-        self._runner: asyncio.Task[None] | None = None
+        self._runners: list[asyncio.Task[None]] = []
 
     @property
     def now(self) -> int:
@@ -80,14 +88,17 @@ class Batches:
 
     def start(self) -> None:
         """Begin to run what is stored."""
-        self._runner = asyncio.create_task(self._run())
+        self._runners = [
+            asyncio.create_task(self._run(self._start_waiting, self._waiting)),
+            asyncio.create_task(self._run(self._settle, self._unsettled)),
+        ]
 
     async def stop(self) -> None:
         """Start nothing more. What is under way goes on until it ends, or until its engine does."""
         self._stopping = True
-        if self._runner is not None:
-            self._runner.cancel()
-            await asyncio.gather(self._runner, return_exceptions=True)
+        for runner in self._runners:
+            runner.cancel()
+        await asyncio.gather(*self._runners, return_exceptions=True)
 
     async def close(self) -> None:
         """Stop, wait for what is under way, and close the store. The pool is closed before, which ends its calls."""
@@ -101,7 +112,8 @@ class Batches:
 
     def wake(self) -> None:
         """There is something new to do."""
-        self._wake.set()
+        self._waiting.set()
+        self._unsettled.set()
 
     async def answer(self, principal: Principal, model: str, inputs: Any) -> dict[str, Any]:
         """What a native call gets that makes a batch (`requests`, or anything that is to be queued) or asks for one
@@ -116,12 +128,12 @@ class Batches:
 
     # -- running -------------------------------------------------------------------------------------------
 
-    async def _run(self) -> None:
+    async def _run(self, step: Callable[[], Awaitable[None]], wake: asyncio.Event) -> None:
         while not self._stopping:
-            self._wake.clear()
+            wake.clear()
             try:
                 if await self.store.become_runner():
-                    await self._step()
+                    await step()
             except EdgeError as error:
                 _log.error("batches do not move: %s", error.message)
                 self._pause()
@@ -130,17 +142,44 @@ class Batches:
                 self._pause()
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):  # `wait_for` can lose a cancellation that comes with its event
-                    await self._wake.wait()
+                    await wake.wait()
 
-    async def _step(self) -> None:
+    async def _settle(self) -> None:
         for batch in await self.store.in_status("validating"):
-            await batch_openai.validate(self, batch)
+            await self._try(batch, batch_openai.validate(self, batch))
+            self._waiting.set()
         await self.store.give_up(self.now)
         for batch in await self.store.finished():
-            await self._end(batch.id, batch.endpoint, batch.status)
-        if self.now >= self._next_sweep:
-            await self.store.remove_older(self.now - self.retention_s, self.now)
-            self._next_sweep = self.now + SWEEP_INTERVAL_S
+            await self._try(batch, self._end(batch))
+        if (now := self.now) >= self._next_sweep:
+            await self.store.remove_older(now - self.retention_s, now)
+            self._next_sweep = now + SWEEP_INTERVAL_S
+
+    async def _try(self, batch: Batch, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work` on a batch. If the node cannot do it now, its next turn is later; if it fails, so has the batch."""
+        if time.monotonic() < self._settle_at.get(batch.id, 0):
+            work.close()
+            return
+        self._settle_at.pop(batch.id, None)
+        try:
+            await work
+        except EdgeError as error:
+            _log.error("batch %s waits: %s", batch.id, error.message)
+            self._settle_at[batch.id] = time.monotonic() + PAUSES_S[-1]
+        except Exception:
+            _log.exception("batch %s failed", batch.id)
+            failure = EdgeError("internal error; the node's log has the reason under the batch's id")
+            errors = [batch_openai.problem_object(failure, None)]
+            await self.store.enter(
+                batch.id,
+                "failed",
+                self.now,
+                only_from=("validating", "in_progress", "finalizing", "cancelling"),
+                errors=errors,
+            )
+
+    async def _start_waiting(self) -> None:
+        await self.store.give_up(self.now)
         while self._has_room() and (item := await self.store.start(self._ranks())) is not None:
             self._turns[item.account] = next(self._turn)
             task = asyncio.create_task(self._answer(item))
@@ -169,13 +208,15 @@ class Batches:
 
     async def _answer(self, item: Item) -> None:
         """Make the call of a request and keep what came of it."""
+        ids = _Ids(item)
         principal = Principal(
             account=item.account,
             trigger="batch",
             request_id=item.usage_id,
             worker=item.worker,
             priority=PRIORITY,
-            mint=_Ids(item.usage_id).next,
+            mint=ids.next,
+            recorded=ids.see,
         )
         try:
             _check(item)
@@ -184,7 +225,8 @@ class Batches:
         except EdgeError as error:
             if self._is_passing(error, item):
                 self._pause()
-                await self._put_back(item, error)
+                counts = isinstance(error, EngineLost) and not self._stopping
+                await self._insist(item, lambda: self.store.put_back(item, failures=ids.failures, counts=counts))
                 return
             await self._keep(item, error, _error_json(item, error))
         except Exception:
@@ -200,12 +242,6 @@ class Batches:
         if isinstance(error, EngineLost) and not self._stopping:
             return item.attempts < MAX_ATTEMPTS
         return error.retryable
-
-    async def _put_back(self, item: Item, error: EdgeError) -> None:
-        # What became of the record is unknown if it could not be written: only the same id makes that harmless.
-        is_recorded = not isinstance(error, MeteringUnavailable)
-        counts = isinstance(error, EngineLost) and not self._stopping
-        await self._insist(item, lambda: self.store.put_back(item, is_recorded=is_recorded, counts=counts))
 
     async def _keep(self, item: Item, error: EdgeError | None, answer: bytes) -> None:
         state: State = "ok" if error is None else "error"
@@ -224,21 +260,22 @@ class Batches:
                 self._pause()
                 await asyncio.sleep(PAUSES_S[0])
 
-    async def _end(self, batch: str, endpoint: str, status: Status) -> None:
+    async def _end(self, batch: Batch) -> None:
         """Close a batch whose requests are all over."""
+        status = batch.status
         last: Status = "completed"
         if status == "cancelling":
             last = "cancelled"
-        elif await self.store.has_dropped(batch):
+        elif await self.store.has_dropped(batch.id):
             last = "expired"
-        if endpoint == NATIVE:
-            await self.store.enter(batch, last, self.now, only_from=(status,))
+        if batch.endpoint == NATIVE:
+            await self.store.enter(batch.id, last, self.now, only_from=(status,))
             return
         if status == "in_progress":
-            await self.store.enter(batch, "finalizing", self.now, only_from=(status,))
+            await self.store.enter(batch.id, "finalizing", self.now, only_from=(status,))
             status = "finalizing"
-        files = await batch_openai.write_files(self, batch)
-        await self.store.enter(batch, last, self.now, only_from=(status,), files=files)
+        files = await batch_openai.write_files(self, batch.id)
+        await self.store.enter(batch.id, last, self.now, only_from=(status,), files=files)
 
 
 def _check(item: Item) -> None:
@@ -254,13 +291,30 @@ def _error_json(item: Item, error: EdgeError) -> bytes:
 
 
 class _Ids:
-    """The ids of the usage records of one request, the same in each attempt: of several choices each has its own."""
+    """The ids of the usage records of one request: of several choices each has its own.
 
-    def __init__(self, first: str) -> None:
-        self._first = first
-        self._numbers = count()
+    An id is the same in each attempt, so that what was charged is not charged again; only after a record that says that
+    the call failed the next attempt needs another one, or its own record would be lost. If nobody knows whether a
+    record was written, the same id makes that harmless.
+    """
+
+    def __init__(self, item: Item) -> None:
+        self.failures = dict(item.failures)
+        """As in `Item`, with those that were seen."""
+        self._first = item.usage_id
+        self._numbers: dict[str, int] = {}
 
     def next(self) -> str:
         """The id of the next record."""
-        number = next(self._numbers)
-        return self._first if number == 0 else f"{self._first}.{number}"
+        number = len(self._numbers)
+        id = self._first if number == 0 else f"{self._first}.{number}"
+        if failures := self.failures.get(number):
+            id += f"-{failures}"
+        self._numbers[id] = number
+        return id
+
+    def see(self, record: UsageRecord) -> None:
+        """A record is durable."""
+        if record.status == "error":
+            number = self._numbers[record.id]
+            self.failures[number] = self.failures.get(number, 0) + 1

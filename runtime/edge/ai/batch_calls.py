@@ -6,7 +6,9 @@ module knows nothing about storage or about when calls are made.
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
@@ -14,11 +16,15 @@ import msgspec
 
 from edge.ai import completions, embeddings, native, openai, responses
 from edge.ai.answers import AnswerStream
-from edge.ai.batch_store import NATIVE
+from edge.ai.batch_rows import NATIVE
+from edge.ai.catalogue import Model
 from edge.ai.gate import Classifications, Embeddings, Event, Gate, Principal
+from edge.ai.schemas import TextGeneration
 from edge.errors import EdgeError, InvalidInput
 
 MAX_PROBLEMS = 20
+SLICE_S = 0.005
+"""How long checking many requests keeps the event loop at a time."""
 
 Call = Callable[[Gate, Principal, str, Any], Awaitable[Any]]
 """Makes the call of one request: gate, principal, model (of native batches) and body."""
@@ -112,6 +118,19 @@ def _add(total: dict[str, Any], usage: dict[str, Any]) -> None:
                 _add(total.setdefault(key, {}), value)
 
 
+class Slices:
+    """Cuts long work on the event loop into slices, between which everything else that waits has its turn."""
+
+    def __init__(self) -> None:
+        self._ends_at = time.monotonic() + SLICE_S
+
+    async def next(self) -> None:
+        """Let others have their turn, if this slice was long enough."""
+        if time.monotonic() >= self._ends_at:
+            await asyncio.sleep(0)
+            self._ends_at = time.monotonic() + SLICE_S
+
+
 class _Accepted(Exception):
     """The call has reached the gate: nothing is wrong with it."""
 
@@ -122,7 +141,11 @@ class _UpToTheGate(Gate):
     def __init__(self, gate: Gate) -> None:
         vars(self).update(vars(gate))
 
-    def run(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Event, None]:
+    def run(
+        self, principal: Principal, model: Model, request: TextGeneration, **kwargs: Any
+    ) -> AsyncGenerator[Event, None]:
+        if request.adapter is not None and self.finetunes is not None:
+            self.finetunes.check(principal.account, model, request.adapter)
         raise _Accepted
 
     async def embed(self, *args: Any, **kwargs: Any) -> Embeddings:

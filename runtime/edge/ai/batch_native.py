@@ -5,12 +5,13 @@ Formats: Cloudflare Workers AI, asynchronous batch API: submit with `queueReques
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 from edge.ai.answers import error_message
-from edge.ai.batch_calls import MAX_PROBLEMS, decoded, encoded, problem_of, problem_text, usage_sum
-from edge.ai.batch_store import NATIVE, Answered, Batch, NewRequest, Progress, new_batch_id
-from edge.errors import EdgeError, InvalidInput, InvalidJson, RequestTooLarge
+from edge.ai.batch_calls import MAX_PROBLEMS, Slices, decoded, encoded, problem_of, problem_text, usage_sum
+from edge.ai.batch_rows import NATIVE, Answered, Batch, NewRequest, Progress, new_batch_id
+from edge.errors import EdgeError, InvalidInput, InvalidJson, RequestAborted, RequestTooLarge
 
 if TYPE_CHECKING:
     from edge.ai.batch import Batches
@@ -39,7 +40,9 @@ async def _submit(batches: Batches, principal: Principal, model: str, inputs: di
     if not isinstance(requests, list) or not 1 <= len(requests) <= MAX_REQUESTS:
         raise InvalidInput(f"bad input: $.requests must be a list of 1 to {MAX_REQUESTS} requests", param="requests")
     stored, problems, num_bytes = [], [], 0
+    slices = Slices()
     for index, request in enumerate(requests):
+        await slices.next()
         path = f"$.requests[{index}]" if "requests" in inputs else "$"
         body, reference = _without_reference(request)
         if not isinstance(reference, str | None) or len(reference or "") > _MAX_REFERENCE_CHARS:
@@ -82,12 +85,17 @@ async def _poll(batches: Batches, principal: Principal, request_id: Any) -> dict
         raise InvalidInput(
             "bad input: $.request_id must be the string that the batch was answered with", param="request_id"
         )
-    batch, progress = await batches.store.get(principal.account, request_id)
+    batch, progress = await batches.store.get(principal.account, request_id, is_native=True)
     if batch.ended_at is None:
         return state_object(batch, progress)
+    principal.hold(batch.size_bytes)
+    return await asyncio.to_thread(_result, batch, await batches.store.answered(batch.id, -1, MAX_REQUESTS))
+
+
+def _result(batch: Batch, requests: list[Answered]) -> dict[str, Any]:
     responses: list[dict[str, Any]] = []
     usages: list[Any] = []
-    for answered in await batches.store.answered(batch.id, -1, MAX_REQUESTS):
+    for answered in requests:
         response = _response(batch, answered)
         responses.append(response)
         if response["success"] and isinstance(response["result"], dict):
@@ -107,7 +115,7 @@ def _response(batch: Batch, answered: Answered) -> dict[str, Any]:
             response["error"] = decoded(answered.answer)
         case _:
             error = EdgeError(_GIVEN_UP.format(status=batch.status))
-            response["error"] = {"code": 3008, "message": f"AiError: {error.message}"}
+            response["error"] = {"code": RequestAborted.code, "message": f"AiError: {error.message}"}
     return response
 
 

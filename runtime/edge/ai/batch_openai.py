@@ -12,11 +12,13 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 
 from edge.ai.answers import error_body
-from edge.ai.batch_calls import CALLS, encoded, problem_of, problem_text
+from edge.ai.batch_calls import CALLS, Slices, encoded, problem_of, problem_text
+from edge.ai.batch_disk import write_file
 from edge.ai.batch_native import counts
-from edge.ai.batch_store import NATIVE, Answered, Batch, NewRequest, Progress, StoredFile, new_batch_id, write_file
+from edge.ai.batch_rows import NATIVE, Answered, Batch, NewRequest, Progress, StoredFile, new_batch_id
+from edge.ai.fields import Choice, Custom, Fields, String, Table
 from edge.ai.gate import Principal
-from edge.errors import EdgeError, InvalidInput, InvalidJson, UnknownFile
+from edge.errors import EdgeError, InvalidInput, UnknownFile
 
 if TYPE_CHECKING:
     from edge.ai.batch import Batches
@@ -49,27 +51,10 @@ async def create(batches: Batches, principal: Principal, body: Any) -> dict[str,
         UnknownFile: there is no such input file.
         DiskFull: it could not be stored.
     """
-    if not isinstance(body, dict):
-        raise InvalidJson("the body must be a JSON object")
-    problems: list[tuple[str, str]] = []
-    file_id, endpoint, window = body.get("input_file_id"), body.get("endpoint"), body.get("completion_window")
-    if not isinstance(file_id, str) or not file_id:
-        problems.append(("input_file_id", "must be the id of a file with the purpose batch"))
-    if endpoint not in ENDPOINTS:
-        problems.append(("endpoint", f"must be one of {', '.join(ENDPOINTS)}"))
-    if window != "24h":
-        problems.append(("completion_window", 'must be "24h"'))
-    if not _is_metadata(metadata := body.get("metadata")):
-        problems.append(
-            (
-                "metadata",
-                f"must be an object of at most {_MAX_METADATA} strings of at most {_MAX_METADATA_CHARS} characters",
-            )
-        )
-    if problems:
-        text = "; ".join(f"$.{key} {problem}" for key, problem in problems)
-        raise InvalidInput(f"bad input: {text}", param=problems[0][0])
-    file = await batches.store.file(principal.account, str(file_id))
+    fields = Fields(body, "the body", BATCH)
+    file_id, endpoint, metadata = fields["input_file_id"], fields["endpoint"], fields["metadata"]
+    fields.raise_problems()
+    file = await batches.store.files.get(principal.account, file_id)
     if file.purpose != "batch":
         raise InvalidInput(
             f"bad input: $.input_file_id is a file of the purpose {file.purpose!r}, must be of batch",
@@ -78,7 +63,7 @@ async def create(batches: Batches, principal: Principal, body: Any) -> dict[str,
     batch = Batch(
         id=new_batch_id(is_native=False),
         account=principal.account,
-        endpoint=str(endpoint),
+        endpoint=endpoint,
         model=None,
         status="validating",
         created_at=batches.now,
@@ -92,13 +77,36 @@ async def create(batches: Batches, principal: Principal, body: Any) -> dict[str,
     return batch_object(batch, Progress())
 
 
-def _is_metadata(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, dict)
-        and len(value) <= _MAX_METADATA
-        and all(len(key) <= _MAX_METADATA_KEY_CHARS for key in value)
-        and all(isinstance(each, str) and len(each) <= _MAX_METADATA_CHARS for each in value.values())
+def _read_metadata(fields: Fields, path: str, value: Any) -> dict[str, str] | None:
+    if isinstance(value, dict) and len(value) <= _MAX_METADATA and all(map(_is_entry, value.items())):
+        return value
+    fields.problem(
+        path, f"must be an object of at most {_MAX_METADATA} strings of at most {_MAX_METADATA_CHARS} characters"
     )
+    return None
+
+
+def _is_entry(entry: tuple[str, Any]) -> bool:
+    key, value = entry
+    return len(key) <= _MAX_METADATA_KEY_CHARS and isinstance(value, str) and len(value) <= _MAX_METADATA_CHARS
+
+
+BATCH: Table = {
+    "input_file_id": String("The id of a file of calls.", required=True),
+    "endpoint": Choice("What the calls are of.", required=True, values=ENDPOINTS),
+    "completion_window": Choice("How long it may take.", required=True, values=("24h",)),
+    "metadata": Custom(
+        "Comes back with the batch.",
+        json={
+            "type": "object",
+            "maxProperties": _MAX_METADATA,
+            "propertyNames": {"maxLength": _MAX_METADATA_KEY_CHARS},
+            "additionalProperties": {"type": "string", "maxLength": _MAX_METADATA_CHARS},
+        },
+        reader=_read_metadata,
+    ),
+}
+"""The body with which a batch is made."""
 
 
 def batch_object(batch: Batch, progress: Progress) -> dict[str, Any]:
@@ -171,8 +179,9 @@ async def validate(batches: Batches, batch: Batch) -> None:
     seen: set[str] = set()
     num_requests = 0
     requests: list[NewRequest] = []
+    slices = Slices()
     try:
-        path = batches.store.path(await batches.store.file(batch.account, batch.input_file or ""))
+        path = batches.store.files.path(await batches.store.files.get(batch.account, batch.input_file or ""))
         with await asyncio.to_thread(open, path, "rb") as file:
             number = 0
             while lines := await asyncio.to_thread(_lines, file):
@@ -180,28 +189,28 @@ async def validate(batches: Batches, batch: Batch) -> None:
                     number += 1
                     if not text.strip():
                         continue
+                    await slices.next()
                     request = await _request(batches, principal, batch, text, seen)
                     if isinstance(request, EdgeError):
-                        errors.append(_line_error(request, number))
+                        errors.append(problem_object(request, number))
                     else:
                         requests.append(request)
                 if len(seen) > MAX_REQUESTS:
-                    errors.append(_line_error(InvalidInput(f"the file has more than {MAX_REQUESTS} requests"), None))
+                    errors.append(problem_object(InvalidInput(f"the file has more than {MAX_REQUESTS} requests"), None))
                 if len(errors) >= _MAX_ERRORS or len(seen) > MAX_REQUESTS:
                     break
                 if not errors:
                     await batches.store.add_requests(batch, num_requests, requests)
                 num_requests += len(requests)
                 requests = []
-                await asyncio.sleep(0)
         if not seen and not errors:
-            errors.append(_line_error(InvalidInput("the file is empty: it needs a request per line"), None))
+            errors.append(problem_object(InvalidInput("the file is empty: it needs a request per line"), None))
     except FileNotFoundError:
-        errors.append(_line_error(UnknownFile("the input file was removed"), None))
+        errors.append(problem_object(UnknownFile("the input file was removed"), None))
     except EdgeError as error:
         if error.retryable or error.status >= 500:
             raise
-        errors.append(_line_error(error, None))
+        errors.append(problem_object(error, None))
     if errors:
         await batches.store.enter(
             batch.id, "failed", batches.now, only_from=("validating",), errors=errors[:_MAX_ERRORS]
@@ -241,7 +250,8 @@ async def _request(
     return NewRequest(encoded(line.body), line.custom_id)
 
 
-def _line_error(error: EdgeError, number: int | None) -> dict[str, Any]:
+def problem_object(error: EdgeError, number: int | None) -> dict[str, Any]:
+    """Why a batch has failed, as OpenAI shows it; `number` is that of a line of its input file, from 1."""
     return {"code": str(error.code), "message": error.message, "param": error.param, "line": number}
 
 
@@ -249,7 +259,7 @@ async def write_files(batches: Batches, batch_id: str) -> tuple[str | None, str 
     """Write the output file and the error file of a batch whose requests are over; their ids, None for an empty one."""
     (batch,) = [each for each in await batches.store.in_status("finalizing", "cancelling") if each.id == batch_id]
     ids: list[str | None] = []
-    async with batches.store.scratch() as folder:
+    async with batches.store.files.scratch() as folder:
         for name, is_output in (("output", True), ("error", False)):
             path = folder / name
             await write_file(path, _answer_lines(batches, batch, is_output=is_output))
@@ -258,7 +268,7 @@ async def write_files(batches: Batches, batch_id: str) -> tuple[str | None, str 
                 continue
             id = f"file-{batch.id.removeprefix('batch_')}-{name}"
             file_name = f"{batch.id}_{name}.jsonl"
-            await batches.store.add_file(batch.account, file_name, "batch_output", batches.now, path, id=id)
+            await batches.store.files.add(batch.account, file_name, "batch_output", batches.now, path, id=id)
             ids.append(id)
     return ids[0], ids[1]
 

@@ -21,7 +21,7 @@ class RateStatus(NamedTuple):
     remaining: int
     """Calls that may be made now."""
     reset_s: float
-    """Seconds until one more may be made than now."""
+    """Seconds until one more may be made than now; after a refusal, until those that were refused may be."""
 
 
 class CallReport(msgspec.Struct):

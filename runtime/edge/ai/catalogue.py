@@ -177,8 +177,7 @@ class Catalogue:
             return f"no model {shown!r}: none is installed. The small default model: edge models add {DEFAULT_SPEC}"
         ways = "See `edge models list`; add one with `edge models add SPEC`"
         if id.startswith("@"):  # of somebody else's catalogue: nothing to install under that name, but to map
-            example = f'"{shown}" = "{next(iter(self._models.values())).manifest.name}"'
-            ways += f", or let an installed one stand in for it: {example} under [ai.models] in the configuration"
+            ways += f', or let an installed one stand in: "{shown}" = "NAME" under [ai.models] in the configuration'
         return f"no model {shown!r}; {self._nearest(shown)} {ways}"
 
     def _nearest(self, id: str) -> str:

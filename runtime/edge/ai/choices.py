@@ -1,7 +1,9 @@
 """The choices of one call: as many generations of the same prompt, each with a usage record of its own.
 
-The first one computes the prompt; the others start when that is done, so that they find it in the prefix cache. Calls
-with several prompts, each with its choices, are made one after the other.
+The first one computes the prompt; the others start when that is done, so that they find it in the prefix cache. No
+more than `MAX_AT_A_TIME` of them are under way: the next one starts when one ends, so that a call with many choices
+takes no more places in the engine than some calls with one. Calls with several prompts, each with its choices, are made
+one after the other.
 """
 
 from __future__ import annotations
@@ -20,42 +22,48 @@ from edge.frames import Delta, Done
 ChoiceEvent = tuple[int, Event]
 """An event and the index of the choice that it belongs to."""
 
+MAX_AT_A_TIME = 8
 _SEED_BITS = 64
 
 
 async def run_choices(
-    gate: Gate, principal: Principal, model: Model, request: TextGeneration, *, is_counted: bool = False
+    gate: Gate, principal: Principal, model: Model, request: TextGeneration, *, num_calls: int | None = None
 ) -> AsyncGenerator[ChoiceEvent, None]:
     """The events of all choices of `request`, as they come. Closing the generator cancels all of them.
 
-    `is_counted`: the rate limit has let a request through that this one is a part of.
+    `num_calls`: as how many the rate limit counts them; None: each is one.
 
     Raises:
         EdgeError: one of them was refused or failed; the others are cancelled.
     """
+    num_calls = request.num_choices if num_calls is None else num_calls
     if request.num_choices == 1:
-        async with aclosing(gate.run(principal, model, request, is_counted=is_counted)) as only:
+        async with aclosing(gate.run(principal, model, request, num_calls=num_calls)) as only:
             async for event in only:
                 yield 0, event
         return
-    runs = [
-        gate.run(principal, model, _variant(request, index), is_counted=is_counted or index > 0)
-        for index in range(request.num_choices)
-    ]
-    waiting = {_next(runs[0]): 0}
-    others_run = False
+    runs: list[AsyncGenerator[Event, None]] = []
+    waiting: dict[asyncio.Task[Event | None], int] = {}
+
+    def begin() -> None:
+        index = len(runs)
+        runs.append(gate.run(principal, model, _variant(request, index), num_calls=0 if index else num_calls))
+        waiting[_next(runs[index])] = index
+
+    is_prompt_computed = False
     try:
+        begin()
         while waiting:
             arrived, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(arrived, key=waiting.__getitem__):
                 index, following = waiting.pop(task), task.result()
-                if following is None:
-                    continue
-                if not others_run and _is_prompt_computed(following):
-                    waiting |= {_next(run): i for i, run in enumerate(runs) if i > 0}
-                    others_run = True
-                waiting[_next(runs[index])] = index
-                yield index, following
+                is_prompt_computed = is_prompt_computed or following is None or _is_prompt_computed(following)
+                if following is not None:
+                    waiting[_next(runs[index])] = index
+                while is_prompt_computed and len(runs) < request.num_choices and len(waiting) < MAX_AT_A_TIME:
+                    begin()
+                if following is not None:
+                    yield index, following
     finally:
         for task in waiting:
             task.cancel()
@@ -72,8 +80,9 @@ async def run_prompts(
     Raises:
         EdgeError: one of them was refused or failed.
     """
+    num_calls = sum(request.num_choices for request in requests)
     for i, request in enumerate(requests):
-        async with aclosing(run_choices(gate, principal, model, request, is_counted=i > 0)) as choices:
+        async with aclosing(run_choices(gate, principal, model, request, num_calls=0 if i else num_calls)) as choices:
             async for index, event in choices:
                 yield i * request.num_choices + index, event
 

@@ -34,6 +34,9 @@ from edge.errors import EdgeError
 from edge.frames import MAX_LOGPROBS, Delta, Done, Started, TokenLogprob, Usage
 
 MAX_PROMPTS = 64
+_MAX_ANSWERS = 512
+"""Choices of all prompts together."""
+_MAX_TOKEN_ID = 2**31 - 1
 _DEFAULT_MAX_TOKENS = 16
 
 
@@ -58,7 +61,12 @@ def read_completion(body: Any) -> Completion:
         InvalidInput: all that is wrong with it.
     """
     fields = Fields(body, "the body", COMPLETION)
-    return _read(fields, fields["prompt"] or [], raw=True)
+    prompts = fields["prompt"] or []
+    if len(prompts) * fields["n"] > _MAX_ANSWERS:
+        fields.problem("$.n", f"is {fields['n']} for {len(prompts)} prompts: {_MAX_ANSWERS} answers are the most")
+    if fields["echo"] and not all(isinstance(prompt, str) for prompt in prompts):
+        fields.problem("$.echo", "is true, which is not supported for prompts of token ids: send the text")
+    return _read(fields, prompts, raw=True)
 
 
 def read_prompt_inputs(model: str, inputs: dict[str, Any]) -> Completion:
@@ -72,12 +80,13 @@ def read_prompt_inputs(model: str, inputs: dict[str, Any]) -> Completion:
     return _read(fields, [fields["prompt"] or ""], raw=fields["raw"], template_options=options)
 
 
-def _read(fields: Fields, prompts: list[str], **more: Any) -> Completion:
+def _read(fields: Fields, prompts: list[str | list[int]], **more: Any) -> Completion:
     num_choices, best_of = fields["n"], fields["best_of"]
     if best_of is not None and best_of != num_choices:
         fields.problem("$.best_of", f"is {best_of}, which is not supported yet: leave it out, or make it the same as n")
     if fields["echo"] and fields["logprobs"] is not None:
         fields.problem("$.echo", "is true, which is not supported together with logprobs: leave one of them out")
+    schemas.check_choices(fields, num_choices, fields["logprobs"])
     form, json_schema = schemas.form_of(fields, Offer(), schemas.json_mode(fields))
     request = TextGeneration(
         messages=None,
@@ -145,7 +154,8 @@ def _choice(index: int, answer: Answer, asked: Completion) -> dict[str, Any]:
 
 
 def _echo(index: int, asked: Completion) -> str:
-    return (asked.requests[index // asked.num_choices].prompt or "") if asked.echo else ""
+    prompt = asked.requests[index // asked.num_choices].prompt
+    return prompt if asked.echo and isinstance(prompt, str) else ""
 
 
 def _logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
@@ -170,8 +180,8 @@ class _Chunks:
         self._head = head
         self._asked = asked
         self._has_logprobs = asked.requests[0].sampling.logprobs is not None
-        self._shows_usage = shows_usage
-        self._include_usage = asked.requests[0].include_usage or shows_usage
+        self._has_usage_chunk = asked.requests[0].include_usage
+        self._include_usage = self._has_usage_chunk or shows_usage
         self._offsets = [0] * (len(asked.requests) * asked.num_choices)
         self._usages: dict[int, Usage] = {}
 
@@ -202,7 +212,9 @@ class _Chunks:
             return self._chunk(index, "", finish_reason=done.finish_reason)
         usages = [usage for _, usage in sorted(self._usages.items())]
         usage = {"usage": usage_object(usages, self._tariff, self._asked.num_choices)}
-        end = self._chunk(index, "", finish_reason=done.finish_reason, more=usage if self._shows_usage else None)
+        if not self._has_usage_chunk:
+            return self._chunk(index, "", finish_reason=done.finish_reason, more=usage)
+        end = self._chunk(index, "", finish_reason=done.finish_reason)
         return end + sse({**self._head, "choices": [], **usage})
 
     def _chunk(
@@ -221,29 +233,44 @@ class _Chunks:
 # -- the table ---------------------------------------------------------------------------------------------
 
 
-def _read_prompts(fields: Fields, path: str, value: Any) -> list[str]:
-    prompts = [value] if isinstance(value, str) else value
-    if not isinstance(prompts, list) or not 0 < len(prompts) <= MAX_PROMPTS:
-        fields.wrong(path, value, f"a string or a list of 1 to {MAX_PROMPTS} strings")
+def _read_prompts(fields: Fields, path: str, value: Any) -> list[str | list[int]]:
+    if isinstance(value, str) or (isinstance(value, list) and value and not isinstance(value[0], str | list)):
+        return [_read_prompt(fields, path, value)]
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_PROMPTS:
+        fields.wrong(path, value, f"{_ONE_PROMPT}, or a list of 1 to {MAX_PROMPTS} of them")
         return []
-    for i, prompt in enumerate(prompts):
-        at = path if isinstance(value, str) else f"{path}[{i}]"
-        if isinstance(prompt, int | list):
-            fields.problem(at, "is made of token ids, which is not supported yet: send the text")
-            break
-        if not isinstance(prompt, str) or not prompt or not is_unicode(prompt):
-            fields.wrong(at, prompt, "a string of at least one character")
-    return prompts
+    return [_read_prompt(fields, f"{path}[{i}]", each) for i, each in enumerate(value)]
 
 
-_PROMPT = {"type": "string", "minLength": 1}
+def _read_prompt(fields: Fields, path: str, value: Any) -> str | list[int]:
+    if isinstance(value, str) and value and is_unicode(value):
+        return value
+    if isinstance(value, list) and value:
+        for i, token in enumerate(value):
+            if type(token) is not int or not 0 <= token <= _MAX_TOKEN_ID:
+                fields.wrong(f"{path}[{i}]", token, f"a token id, an integer from 0 to {_MAX_TOKEN_ID}")
+                return ""
+        return value
+    fields.wrong(path, value, _ONE_PROMPT)
+    return ""
+
+
+_ONE_PROMPT = "a string of at least one character or a list of token ids"
+_TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": _MAX_TOKEN_ID}
+_TOKEN_IDS = {"type": "array", "items": _TOKEN_ID, "minItems": 1}
+_PROMPT = {"anyOf": [{"type": "string", "minLength": 1}, _TOKEN_IDS]}
 
 COMPLETION: Table = {
     "model": schemas.CHAT["model"],
     "prompt": Custom(
-        "The text to continue, or several.",
+        "The text to continue, or its token ids in the model's own vocabulary; or several of them.",
         required=True,
-        json={"anyOf": [_PROMPT, {"type": "array", "items": _PROMPT, "minItems": 1, "maxItems": MAX_PROMPTS}]},
+        json={
+            "anyOf": [
+                *_PROMPT["anyOf"],
+                {"type": "array", "items": _PROMPT, "minItems": 1, "maxItems": MAX_PROMPTS},
+            ]
+        },
         reader=_read_prompts,
     ),
     "max_tokens": Integer("Tokens of the answer at most.", default=_DEFAULT_MAX_TOKENS, low=1, high=2**31 - 1),

@@ -7,6 +7,7 @@ of them, from -1 to 1. That is less exact than a cross-encoder, which reads both
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import math
 import operator
@@ -152,7 +153,8 @@ async def run(gate: Gate, principal: Principal, model: Model, inputs: Any) -> di
     )
     usage = _usage(gate, principal, model, embeddings.usage)
     if query is not None:
-        return {"response": _ranking(embeddings.vectors, fields["top_k"]), "usage": usage}
+        ranking = await asyncio.to_thread(_ranking, embeddings.vectors, fields["top_k"])  # a thousand take long
+        return {"response": ranking, "usage": usage}
     vectors = [vector.tolist() for vector in embeddings.vectors]
     shape = [len(vectors), embeddings.dimensions]
     if texts is None:
@@ -199,13 +201,15 @@ def _check_dimensions(asked: int | None, available: int | None) -> None:
 def _ranking(vectors: list[array[float]], top_k: int | None) -> list[dict[str, Any]]:
     """The contexts by their likeness to the query, whose vector is the first: best first, equals as they came."""
     query, *contexts = vectors
-    scores = [_cosine(query, context) for context in contexts]
+    length = math.hypot(*query)
+    scores = [_cosine(query, length, context) for context in contexts]
     best = sorted(range(len(scores)), key=lambda place: -scores[place])[:top_k]
     return [{"id": place, "score": scores[place]} for place in best]
 
 
-def _cosine(a: array[float], b: array[float]) -> float:
-    lengths = math.hypot(*a) * math.hypot(*b)
+def _cosine(a: array[float], length: float, b: array[float]) -> float:
+    """Of the angle between `a`, which has that length, and `b`."""
+    lengths = length * math.hypot(*b)
     return sum(map(operator.mul, a, b)) / lengths if lengths else 0.0
 
 

@@ -359,6 +359,34 @@ class Unsupported(Field, frozen=True, kw_only=True):
         return {"enum": list(self.harmless)}
 
 
+# -- forms -------------------------------------------------------------------------------------------------
+
+
+def from_texts(table: Table, values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` of a form, where numbers, booleans and objects are text too, as the fields of `table` read them.
+
+    What a field cannot take as text is read as JSON; where it is none it stays text, which the field then refuses.
+    """
+    return {key: _from_text(table.get(key), value) for key, value in values.items()}
+
+
+def _from_text(field: Field | None, value: Any) -> Any:
+    if field is None or not isinstance(value, str) or _takes_text(field.json_type()):
+        return value
+    try:
+        return msgspec.json.decode(value.lower() if isinstance(field, Boolean) else value)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return value
+
+
+def _takes_text(schema: dict[str, Any]) -> bool:
+    if "type" in schema:
+        return "string" in schema["type"]  # one type, or a list of them
+    if "anyOf" in schema:
+        return any(map(_takes_text, schema["anyOf"]))
+    return any(isinstance(value, str) for value in schema.get("enum", [""]))
+
+
 # -- JSON Schema -------------------------------------------------------------------------------------------
 
 

@@ -17,9 +17,10 @@ import shutil
 import sqlite3
 import sys
 import tempfile
+import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ _MAX_CONFIG_BYTES = 1 << 20
 _MAX_NAME_CHARS = 100
 _MAX_DESCRIPTION_CHARS = 2000
 _CHECK_TIMEOUT_S = 300.0
+_ORPHAN_S = 3600
+"""A folder without a row is left from a crash if nothing in it is younger; else it may be another process's."""
 _FILE_NAME = "finetunes.sqlite"
 _INCOMING = ".incoming-"
 _CONFIG_NAME, _WEIGHTS_NAME = ADAPTER_FILES
@@ -101,7 +104,7 @@ class Finetune(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finetunes:
-    """The finetunes below the folder `root`, of which one process at a time takes care."""
+    """The finetunes below the folder `root`. What another process changes there is seen by those that open it later."""
 
     def __init__(self, root: Path, catalogue: Catalogue, models: ModelStore) -> None:
         """Open or make what is in `root`, and remove what uploads that were cut short have left there.
@@ -116,6 +119,7 @@ class Finetunes:
         """One upload of an account at a time: what is not checked yet takes the room of one file."""
         self._checks = asyncio.Lock()
         self._writes = asyncio.Lock()
+        self._changes: set[asyncio.Task[None]] = set()
         try:
             root.mkdir(parents=True, exist_ok=True)
             self._database = sqlite.connect(root / _FILE_NAME)
@@ -127,7 +131,7 @@ class Finetunes:
         self._finetunes = {each.id: each for each in (msgspec.structs.replace(f, public=bool(f.public)) for f in found)}
         self._files = {id: self._files_of(id) for id in self._finetunes}
         for folder in root.iterdir():
-            if folder.is_dir() and folder.name not in self._finetunes:
+            if folder.is_dir() and folder.name not in self._finetunes and _is_orphan(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
@@ -208,6 +212,20 @@ class Finetunes:
             )
         return (self._root / finetune.id).absolute()
 
+    def check(self, account: str, model: Model, label: str) -> None:
+        """Whether a call of `model` will find the adapter `label`: a finetune, or one of the model's own.
+
+        Raises:
+            InvalidInput: there is none.
+            EdgeError: as `folder_for`.
+        """
+        if self.folder_for(account, model, label) is None and label not in self._models.adapters(model.manifest.name):
+            raise InvalidInput(
+                f"bad input: $.lora is {label[:100]!r}, which is no finetune of the account and no adapter of the "
+                f"model {model.id!r}",
+                param="lora",
+            )
+
     # -- changes -------------------------------------------------------------------------------------------
 
     async def create(self, account: str, body: Any) -> Finetune:
@@ -240,7 +258,8 @@ class Finetunes:
             created_at=now,
             modified_at=now,
         )
-        async with self._writes:
+
+        async def insert() -> None:
             mine = self.of_account(account)
             if any(each.name == name for each in mine):
                 raise Conflict(
@@ -252,6 +271,8 @@ class Finetunes:
                 )
             await self._write(_INSERT, msgspec.structs.asdict(finetune))
             self._finetunes[finetune.id], self._files[finetune.id] = finetune, frozenset()
+
+        await self._whole(insert)
         return finetune
 
     @contextlib.asynccontextmanager
@@ -303,7 +324,8 @@ class Finetunes:
                 await asyncio.to_thread(shutil.rmtree, own, ignore_errors=True)
                 self._files[finetune.id] = frozenset()
                 raise
-        async with self._writes:
+
+        async def publish() -> None:
             if finetune.id not in self._finetunes:
                 raise UnknownFinetune("the finetune was deleted while its file was uploaded")
             await asyncio.to_thread(_publish, adapter / name, own)
@@ -312,14 +334,20 @@ class Finetunes:
             await self._write(_TOUCH, {"id": finetune.id, "now": now})
             self._finetunes[finetune.id] = msgspec.structs.replace(finetune, modified_at=now)
 
+        await self._whole(publish)
+
     async def delete(self, account: str, label: str) -> Finetune:
         """Remove a finetune; calls that use it go on. Raises what `find` does, and DiskFull."""
-        async with self._writes:
-            finetune = self.find(account, label)
+        finetune = self.find(account, label)
+
+        async def delete() -> None:
+            self.find(account, finetune.id)  # somebody else may have deleted it meanwhile
             await self._write(_DELETE, {"id": finetune.id})
             del self._finetunes[finetune.id]
             self._files.pop(finetune.id, None)
-        await asyncio.to_thread(shutil.rmtree, self._root / finetune.id, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, self._root / finetune.id, ignore_errors=True)
+
+        await self._whole(delete)
         return finetune
 
     # -- helpers -------------------------------------------------------------------------------------------
@@ -330,6 +358,18 @@ class Finetunes:
     def _files_of(self, id: str) -> frozenset[str]:
         return frozenset(name for name in ADAPTER_FILES if (self._root / id / name).is_file())
 
+    async def _whole(self, change: Callable[[], Awaitable[None]]) -> None:
+        """Make `change`, one at a time, to its end even if the caller does not wait for that."""
+
+        async def make() -> None:
+            async with self._writes:
+                await change()
+
+        task = asyncio.create_task(make())
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        await asyncio.shield(task)
+
     async def _write(self, statement: str, values: dict[str, Any]) -> None:
         def write() -> None:
             with sqlite.transaction(self._database):
@@ -337,6 +377,8 @@ class Finetunes:
 
         try:
             await asyncio.to_thread(write)
+        except sqlite3.IntegrityError as error:
+            raise Conflict("the account has a finetune of this name already, made by another process") from error
         except sqlite3.Error as error:
             raise DiskFull(f"the finetune could not be written: {error}") from error
 
@@ -371,6 +413,14 @@ class Finetunes:
             raise InvalidInput(f"the adapter cannot be used, and its files were dropped: {reason}", param="file")
         if process.returncode != 0:
             raise EdgeError(f"the adapter could not be checked: the check ended with code {process.returncode}")
+
+
+def _is_orphan(folder: Path) -> bool:
+    """Whether nothing was changed in `folder` for `_ORPHAN_S`."""
+    with contextlib.suppress(FileNotFoundError):
+        newest = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+        return newest < time.time() - _ORPHAN_S
+    return False
 
 
 def _gather(path: Path, name: str, own: Path, folder: Path) -> None:

@@ -60,6 +60,10 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True):
     """Filled while the calls of this request run."""
     mint: Callable[[], str] = new_id
     """Gives the id of each usage record."""
+    recorded: Callable[[UsageRecord], None] = lambda record: None
+    """Called with each usage record once it is durable."""
+    hold: Callable[[int], None] = lambda num_bytes: None
+    """Called with the size of a large answer before it is made; raises OutOfCapacity if too much is under way."""
 
     @property
     def is_batch(self) -> bool:
@@ -116,11 +120,12 @@ class Gate:
         self._idle.set()
 
     def run(
-        self, principal: Principal, model: Model, request: TextGeneration, *, is_counted: bool = False
+        self, principal: Principal, model: Model, request: TextGeneration, *, num_calls: int = 1
     ) -> AsyncGenerator[Event, None]:
         """The events of one call: `Started`, `Delta`s, `Done`. Closing the generator cancels the call.
 
-        `is_counted`: it is a further choice of a request that the rate limit has let through.
+        `num_calls`: as how many the rate limit counts it. The first choice of a request is counted for all of them, so
+        that they are refused together; the others as none.
 
         Raises:
             TooManyRequests: the account has made too many calls; this one leaves no record.
@@ -128,8 +133,8 @@ class Gate:
             MeteringUnavailable: the usage record could not be made durable; raised instead of yielding `Done`.
             EdgeError: as the pool refused or lost the call.
         """
-        if not is_counted:
-            self._admit(principal, model)
+        if num_calls:
+            self._admit(principal, model, num_calls)
         adapter_folder = self._adapter_folder(principal.account, model, request.adapter)
         call = _Call(principal, model, self.catalogue.prices.id)
         # No account has an empty name.
@@ -187,6 +192,7 @@ class Gate:
             truncate=truncate,
             max_total_tokens=max_total_tokens,
             reject_if_busy=principal.reject_if_busy,
+            priority=principal.priority,
         )
         call = _Call(principal, model, self.catalogue.prices.id)
         replies = self._metered(principal, model, call, self._pool.encode(request, call.use))
@@ -239,9 +245,9 @@ class Gate:
         folder = self.finetunes.folder_for(account, model, name)
         return None if folder is None else str(folder)
 
-    def _admit(self, principal: Principal, model: Model) -> None:
+    def _admit(self, principal: Principal, model: Model, num_calls: int = 1) -> None:
         if not principal.is_batch:
-            self._rate_limits.admit(principal.account, model.manifest.task, model.id, principal.report)
+            self._rate_limits.admit(principal.account, model.manifest.task, model.id, principal.report, num_calls)
         principal.report.begin()
 
     def _charge(self, principal: Principal, model: Model, usage: Usage) -> None:
@@ -257,9 +263,13 @@ class Gate:
     async def count_tokens(self, principal: Principal, model: Model, request: TextGeneration) -> int:
         """How many tokens the prompt of `request` has, with its tools and through the chat template; free of charge.
 
+        The rate limit counts it, since it is work for the engine all the same.
+
         Raises:
+            TooManyRequests: the account has made too many calls.
             EdgeError: as the pool refused or lost the call.
         """
+        self._admit(principal, model)
         return await self._pool.count_tokens(_generate(principal, principal.account, model, request))
 
     def _record(self, call: _Call, *, stop: AsyncGenerator[object, None] | None = None) -> asyncio.Task[None]:
@@ -270,7 +280,9 @@ class Gate:
                 if stop is not None:
                     await stop.aclose()
             finally:
-                await self._meter.record(call.record())
+                record = call.record()
+                await self._meter.record(record)
+                call.principal.recorded(record)
 
         def log_failure(ending: asyncio.Task[None]) -> None:
             self._endings.discard(ending)
@@ -300,7 +312,7 @@ class _Call:
         self.status: Status = "error"
         self.error_code: int | None = EdgeError.code
         self._id = principal.mint()
-        self._principal = principal
+        self.principal = principal
         self._model = model
         self._price_version = price_version
         self._usage = Usage()
@@ -321,16 +333,16 @@ class _Call:
         wall_us = (time.monotonic_ns() - self._started_ns) // 1000  # a clock that is set back bills no time
         return UsageRecord(
             id=self._id,
-            request_id=self._principal.request_id,
+            request_id=self.principal.request_id,
             started_at=self._started_at_us,
             ended_at=self._started_at_us + wall_us,
-            account=self._principal.account,
-            worker=self._principal.worker,
-            version=self._principal.version,
+            account=self.principal.account,
+            worker=self.principal.worker,
+            version=self.principal.version,
             model=self._model.id,
             served_by=self._model.manifest.name,
             task=self._model.manifest.task,
-            trigger=self._principal.trigger,
+            trigger=self.principal.trigger,
             status=self.status,
             error_code=self.error_code,
             input_tokens=self._usage.input_tokens,
@@ -339,7 +351,7 @@ class _Call:
             compute_us=self._usage.compute_us,
             wall_us=wall_us,
             price_version=self._price_version,
-            sandbox=self._principal.sandbox,
+            sandbox=self.principal.sandbox,
         )
 
 

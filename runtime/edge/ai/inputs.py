@@ -31,6 +31,10 @@ class Binary(msgspec.Struct, frozen=True):
     inputs: Mapping[str, Any] = {}
 
 
+class FormInputs(dict[str, Any]):
+    """Inputs of a call as a form has them: files are `Binary`s, and all else is text, whatever it means."""
+
+
 def check_inputs(model: Model, inputs: Any) -> None:
     """Refuse what no schema of a task knows of.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from edge.ai.catalogue import TASKS, TEXT_GENERATION, Catalogue, Model, stable_id
+from edge.ai.catalogue import TASKS, TEXT_EMBEDDINGS, TEXT_GENERATION, Catalogue, Model, stable_id
 from edge.ai.fields import Boolean, Choice, Fields, Integer, String, Table
 from edge.billing.prices import PriceBook, dollars
 from edge.errors import InvalidInput
@@ -115,6 +115,7 @@ def catalogue_item(model: Model, prices: PriceBook) -> dict[str, Any]:
 def openrouter_item(model: Model, prices: PriceBook) -> dict[str, Any]:
     """`model` as OpenRouter lists models. Prices are dollars per token, exact decimal strings."""
     is_text = model.manifest.task == TEXT_GENERATION
+    is_embeddings = model.manifest.task == TEXT_EMBEDDINGS
     item: dict[str, Any] = {
         "id": model.id,
         "name": model.id.rpartition("/")[2],
@@ -122,7 +123,7 @@ def openrouter_item(model: Model, prices: PriceBook) -> dict[str, Any]:
         "description": _description(model),
         "context_length": model.manifest.context_length,
         "input_modalities": ["text"],
-        "output_modalities": ["text"] if is_text else ["embeddings"],
+        "output_modalities": ["embeddings"] if is_embeddings else ["text"],
         "supported_features": ["tools", "json_mode", "structured_outputs"] if is_text else [],
         "supported_sampling_parameters": list(_SAMPLING) if is_text else [],
     }
@@ -161,12 +162,17 @@ def _page(items: Sequence[Any], fields: Fields) -> tuple[Sequence[Any], dict[str
     """The items of the page that is asked for, and the `result_info` about it."""
     page, per_page = fields["page"], fields["per_page"]
     shown = items[(page - 1) * per_page : page * per_page]
-    return shown, {
+    return shown, page_info(page, per_page, len(shown), len(items))
+
+
+def page_info(page: int, per_page: int, num_shown: int, num_all: int) -> dict[str, int]:
+    """The `result_info` of a page with `num_shown` of `num_all` items."""
+    return {
         "page": page,
         "per_page": per_page,
-        "count": len(shown),
-        "total_count": len(items),
-        "total_pages": -(-len(items) // per_page),
+        "count": num_shown,
+        "total_count": num_all,
+        "total_pages": -(-num_all // per_page),
     }
 
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from edge.ai.fields import Fields, Harmless, is_deep, is_unicode, shown
+from edge.ai.fields import Fields, is_deep, is_unicode, shown
 from edge.ai.tool_calls import json_object
 
 MAX_MESSAGES = 10_000
-_UNSUPPORTED_ROLES = frozenset({"function"})
-_UNSUPPORTED: dict[str, Harmless] = {"function_call": lambda value: not value}
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of parts of a message that are text, in chat bodies and in OpenAI's Responses, and where they have it."""
 
@@ -37,17 +35,16 @@ def read_message(fields: Fields, message: Any, path: str, roles: Mapping[str, st
     if not isinstance(message, dict):
         fields.wrong(path, message, "an object with role and content")
         return {}
-    fields.refuse_in(message, path, _UNSUPPORTED)
     role = message.get("role")
-    if isinstance(role, str) and role in _UNSUPPORTED_ROLES:
-        fields.problem(f"{path}.role", f"is {shown(role)}, which is not supported yet: leave such messages out")
-    elif not isinstance(role, str) or role not in roles:
+    if not isinstance(role, str) or role not in roles:
         fields.wrong(f"{path}.role", role, " or ".join(roles))
     else:
         role = roles[role]
     read: dict[str, Any] = {"role": role, "content": read_content(fields, message.get("content"), f"{path}.content")}
     if message.get("tool_calls"):
         read["tool_calls"] = _calls(fields, message["tool_calls"], f"{path}.tool_calls")
+    elif message.get("function_call"):
+        read["tool_calls"] = [read_call(fields, message["function_call"], f"{path}.function_call")]
     for key in ("name", "tool_call_id") if role == "tool" else ():
         value = message.get(key)
         if isinstance(value, str) and is_unicode(value):

@@ -30,19 +30,19 @@ from edge.ai.catalogue import Model
 from edge.ai.choices import ChoiceEvent, run_choices
 from edge.ai.completions import answer_prompts, read_prompt_inputs
 from edge.ai.dialects import dialect_of
-from edge.ai.fields import is_deep
+from edge.ai.fields import from_texts, is_deep
 from edge.ai.gate import Gate, Principal
-from edge.ai.inputs import check_inputs, with_options
+from edge.ai.inputs import FormInputs, check_inputs, is_asked, with_options
 from edge.ai.openai import answer_chat
 from edge.ai.response_bodies import read_response
 from edge.ai.responses import answer_response
 from edge.ai.schemas import Form
+from edge.ai.task_schemas import table_of
 from edge.ai.tool_calls import Call, Piece, Reader, put_together
 from edge.errors import EdgeError, InvalidInput, NotSupported
 from edge.frames import Delta, Done
 
 _PADDING = "abdefghijklmnopqrstuvwxyz0123456789"
-_UNSUPPORTED_OPTIONS = ("websocket",)
 _FORMS = ("messages", "prompt", "input")
 """What models that answer in OpenAI's dialects are asked by, the last one those alone that speak Responses."""
 _OF_BATCHES = ("requests", "request_id")
@@ -62,10 +62,11 @@ async def run_binding(
         UnknownModel, InvalidInput, InvalidJson: the call is wrong.
         EdgeError: it was refused or failed.
     """
-    for option in _UNSUPPORTED_OPTIONS:
-        if options.get(option):
-            raise InvalidInput(f"the option {option} is not supported yet: leave it out", param=f"options.{option}")
-    if options.get("queueRequest") or (
+    if is_asked(options, "websocket"):
+        raise InvalidInput("the option websocket is not supported yet: leave it out", param="options.websocket")
+    if isinstance(inputs, FormInputs):
+        inputs = from_texts(table_of(gate.catalogue.resolve(model)), inputs)
+    if is_asked(options, "queueRequest") or (
         isinstance(inputs, dict) and any(inputs.get(key) is not None for key in _OF_BATCHES)
     ):
         if gate.batches is None:

@@ -60,8 +60,8 @@ async def answer_chat(
 ) -> dict[str, Any] | AnswerStream:
     """The answer of `model` to a chat `request`, as `chat_completion` gives it.
 
-    `shows_usage`: a stream has the usage unasked, as on `/ai/run`: in the chunk that ends it, and in a last one without
-    choices. Some of the clients there read the one, some the other, and some add up what they find.
+    `shows_usage`: a stream has the usage unasked, as on `/ai/run`, in the chunk that ends it: of the clients there some
+    leave chunks without choices unread, and some add up what they find. If asked for, it is where OpenAI has it.
     """
     head = {"id": f"chatcmpl-{principal.request_id}", "created": int(time.time()), "model": model.id}
     tariff = tariff_of(gate, principal, model)
@@ -98,13 +98,21 @@ def _choice(index: int, answer: Answer, request: TextGeneration) -> dict[str, An
         message |= _reasoning(parts.reasoning)
     if parts.calls:
         message["content"] = parts.text or None
-        message["tool_calls"] = [_tool_call(call.name, call.arguments) for call in parts.calls]
+        if request.answers_function_call:
+            message["function_call"] = {"name": parts.calls[0].name, "arguments": parts.calls[0].arguments}
+        else:
+            message["tool_calls"] = [_tool_call(call.name, call.arguments) for call in parts.calls]
     return {
         "index": index,
         "message": message,
         "logprobs": None if request.sampling.logprobs is None else _logprobs(answer.logprobs),
-        "finish_reason": finish_reason(answer.finish_reason, len(parts.calls)),
+        "finish_reason": _finish_reason(answer.finish_reason, len(parts.calls), request),
     }
+
+
+def _finish_reason(reason: str, num_calls: int, request: TextGeneration) -> str:
+    shown = finish_reason(reason, num_calls)
+    return "function_call" if shown == "tool_calls" and request.answers_function_call else shown
 
 
 def _reasoning(text: str) -> dict[str, Any]:
@@ -130,8 +138,9 @@ class _Chunks:
     def __init__(self, tariff: Tariff, head: dict[str, Any], request: TextGeneration, *, shows_usage: bool) -> None:
         self._tariff = tariff
         self._head = {**head, "object": "chat.completion.chunk"}
+        self._request = request
         self._has_logprobs = request.sampling.logprobs is not None
-        self._shows_usage = shows_usage
+        self._has_usage_chunk = request.include_usage
         self._include_usage = request.include_usage or shows_usage
         self._readers = [reader_of(request.form, splits_reasoning=True) for _ in range(request.num_choices)]
         self._around_text = [self._chunk(i, {"content": ""}).split(_NO_TEXT) for i in range(request.num_choices)]
@@ -169,21 +178,27 @@ class _Chunks:
         for piece in pieces:
             match piece:
                 case CallStart(index=call, name=name):
-                    data += self._chunk(index, {"tool_calls": [{"index": call, **_tool_call(name, "")}]})
+                    data += self._call(index, call, _tool_call(name, ""))
                 case CallArguments(index=call, text=text):
-                    data += self._chunk(index, {"tool_calls": [{"index": call, "function": {"arguments": text}}]})
+                    data += self._call(index, call, {"function": {"arguments": text}})
                 case Thought(text=text):
                     data += self._chunk(index, _reasoning(text))
                 case str() if piece:
                     data += self._text(index, piece)
         return data
 
+    def _call(self, index: int, call: int, part: dict[str, Any]) -> bytes:
+        """A `part` of a tool call, the `call`-th of the choice."""
+        if self._request.answers_function_call:
+            return self._chunk(index, {"function_call": part["function"]})
+        return self._chunk(index, {"tool_calls": [{"index": call, **part}]})
+
     def _end(self, index: int, done: Done) -> bytes:
         reader = self._readers[index]
         data = self._pieces(index, reader.end()) if reader is not None else b""
         num_calls = reader.num_calls if reader is not None else 0
         self._usages[index] = done.usage
-        reason = finish_reason(done.finish_reason, num_calls)
+        reason = _finish_reason(done.finish_reason, num_calls, self._request)
         if not self._include_usage or len(self._usages) < len(self._readers):
             return data + self._chunk(index, {}, finish_reason=reason)
         usage = {
@@ -191,7 +206,9 @@ class _Chunks:
                 [usage for _, usage in sorted(self._usages.items())], self._tariff, len(self._readers)
             )
         }
-        data += self._chunk(index, {}, finish_reason=reason, more=usage if self._shows_usage else {})
+        if not self._has_usage_chunk:
+            return data + self._chunk(index, {}, finish_reason=reason, more=usage)
+        data += self._chunk(index, {}, finish_reason=reason)
         return data + sse({**self._head, "choices": [], **usage})
 
     def failed(self, error: EdgeError, request_id: str) -> bytes:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from edge.ai.call_report import CallReport, RateStatus
 from edge.ai.catalogue import TASKS
 from edge.config import ApiConfig
-from edge.errors import ConfigError, TooManyRequests
+from edge.errors import ConfigError, InvalidInput, TooManyRequests
 
 WINDOW_S = 60.0
 
@@ -46,7 +46,7 @@ def of(config: ApiConfig, models: Collection[str]) -> RateLimits:
     known = {*TASKS, *DEFAULTS, *models}
     for key in config.requests_per_minute:
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
+            close = difflib.get_close_matches(key, sorted(known), n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"tasks are {', '.join(TASKS)}"
             raise ConfigError(
                 f"[api.requests_per_minute] has a limit for {key[:100]!r}, which is no task, and no model that is "
@@ -65,28 +65,35 @@ class RateLimits:
         self._windows: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()
         """When the calls of the last minute were made, by account and limit; the one used last is last."""
 
-    def admit(self, account: str, task: str, model: str, report: CallReport) -> None:
-        """Count a call of `model`, and note in `report` where the account stands.
+    def admit(self, account: str, task: str, model: str, report: CallReport, num_calls: int = 1) -> None:
+        """Count `num_calls` of `model`, and note in `report` where the account stands.
 
         Raises:
-            TooManyRequests: it would be one too many. It is not counted.
+            TooManyRequests: they would be too many. None of them is counted.
+            InvalidInput: they are more than the limit, and never can be made together.
         """
         what = model if model in self._per_minute else task
         limit = self._per_minute.get(what, 0)
         if not limit:
             return
+        if num_calls > limit:
+            raise InvalidInput(
+                f"the request asks for {num_calls} answers, and {limit} calls of {what} may be made within a minute: "
+                "ask for fewer at a time"
+            )
         now_s = self._clock()
         self._forget_idle(now_s)
         window = self._windows.setdefault((account, what), deque())
         self._windows.move_to_end((account, what))
         while window and window[0] + WINDOW_S <= now_s:
             window.popleft()
-        is_full = len(window) >= limit
-        if not is_full:
-            window.append(now_s)
-        report.rate = RateStatus(limit, limit - len(window), window[0] + WINDOW_S - now_s)
-        if is_full:
-            raise _refusal(account, what, report.rate)
+        num_excess = len(window) + num_calls - limit
+        if num_excess <= 0:
+            window.extend([now_s] * num_calls)
+        # When enough of the oldest calls are a minute old: for these calls, or for one more.
+        report.rate = RateStatus(limit, limit - len(window), window[max(0, num_excess - 1)] + WINDOW_S - now_s)
+        if num_excess > 0:
+            raise _refusal(account, what, report.rate, num_calls)
 
     def _forget_idle(self, now_s: float) -> None:
         while self._windows:
@@ -96,10 +103,12 @@ class RateLimits:
             del self._windows[key]
 
 
-def _refusal(account: str, what: str, rate: RateStatus) -> TooManyRequests:
+def _refusal(account: str, what: str, rate: RateStatus, num_calls: int) -> TooManyRequests:
     retry_after_s = max(1, math.ceil(rate.reset_s))  # whoever waits for that long is let through
+    following = "the next" if num_calls == 1 else f"the {num_calls} of this request"
     return TooManyRequests(
-        f"the account {account!r} has made {rate.limit} calls of {what} within a minute, which is its limit; the next "
-        f"may be made in {retry_after_s} s. The operator sets the limit under [api.requests_per_minute]",
+        f"the account {account!r} has made {rate.limit - rate.remaining} calls of {what} within a minute, of "
+        f"{rate.limit} that it may make; {following} may be made in {retry_after_s} s. The operator sets the limit "
+        "under [api.requests_per_minute]",
         retry_after_s=retry_after_s,
     )

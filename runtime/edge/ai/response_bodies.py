@@ -65,7 +65,7 @@ def read_response(body: Any) -> ResponseBody:
         raw=False,
         sampling=schemas.sampling(fields, logprobs=(num_top or 0) if has_logprobs else None),
         max_tokens=fields["max_output_tokens"],
-        stop=[*fields["stop"], *schemas.single_call_stop(fields, form)],
+        stop=[*fields["stop"], *schemas.single_call_stop(form, is_single=not fields["parallel_tool_calls"])],
         stream=fields["stream"],
         form=form,
         json_schema=json_schema,

@@ -36,12 +36,15 @@ from edge.ai.fields import (
 from edge.ai.json_schema import closed
 from edge.ai.messages import MAX_MESSAGES, read_messages
 from edge.ai.tool_calls import HermesCalls
-from edge.ai.tools import MAX_TOOLS, Offer, call_schema, read_tools
+from edge.ai.tools import MAX_TOOLS, Offer, call_schema, read_functions, read_tools
 from edge.frames import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_SCHEMA_CHARS, MAX_STOP_CHARS, MAX_STOPS, Sampling
 
 DEFAULT_MAX_TOKENS = 256
 """Of the native dialect; OpenAI's has none, and generates up to the model's context."""
-MAX_CHOICES = 8
+MAX_CHOICES = 128
+"""As many of them run at a time as `choices` says."""
+_MAX_LOGPROBS_OF_CHOICES = 8 * (1 + MAX_LOGPROBS)
+"""How many log-probabilities all choices may have for each token: whole answers are held until they are complete."""
 _DEFAULT_TEMPERATURE = 0.6
 _OPENAI_DEFAULT_TEMPERATURE = 1.0
 _MIN_TEMPERATURE = 1e-5
@@ -59,7 +62,8 @@ class TextGeneration(msgspec.Struct, frozen=True, kw_only=True):
     """A valid request for text. Exactly one of `messages` (each a `role` and a `content`) and `prompt` is set."""
 
     messages: list[dict[str, Any]] | None
-    prompt: str | None
+    prompt: str | list[int] | None
+    """Text, or token ids."""
     raw: bool
     sampling: Sampling
     max_tokens: int | None
@@ -71,6 +75,8 @@ class TextGeneration(msgspec.Struct, frozen=True, kw_only=True):
     """JSON text of the schema that the answer must fit."""
     tools: list[dict[str, Any]] | None = None
     """For the chat template."""
+    answers_function_call: bool = False
+    """In OpenAI's chat dialect: a call is shown as `function_call`, as it was before there were tools."""
     adapter: str | None = None
     num_choices: int = 1
     include_usage: bool = False
@@ -131,19 +137,23 @@ def chat(body: Any) -> ChatBody:
     """
     fields = Fields(body, "the body", CHAT)
     model, messages = fields["model"], fields["messages"]
-    offer = read_tools(fields)
+    is_old = _has_functions(fields)
+    offer = read_functions(fields) if is_old else read_tools(fields)
     form, json_schema = form_of(fields, offer, json_mode(fields))
+    logprobs = _logprobs(fields)
+    check_choices(fields, fields["n"], logprobs)
     request = TextGeneration(
         messages=messages,
         prompt=None,
         raw=False,
-        sampling=sampling(fields, logprobs=_logprobs(fields)),
+        sampling=sampling(fields, logprobs=logprobs),
         max_tokens=_max_tokens(fields),
-        stop=[*fields["stop"], *single_call_stop(fields, form)],
+        stop=[*fields["stop"], *single_call_stop(form, is_single=is_old or not fields["parallel_tool_calls"])],
         stream=fields["stream"],
         form=form,
         json_schema=json_schema,
         tools=for_template(offer),
+        answers_function_call=is_old,
         adapter=fields["lora"],
         num_choices=fields["n"],
         include_usage=include_usage(fields),
@@ -151,6 +161,16 @@ def chat(body: Any) -> ChatBody:
     )
     fields.raise_problems()
     return ChatBody(model or "", request)
+
+
+def check_choices(fields: Fields, num_choices: int, logprobs: int | None) -> None:
+    """Have so many choices with so many log-probabilities refused if they would hold too much."""
+    if logprobs is not None and num_choices * (1 + logprobs) > _MAX_LOGPROBS_OF_CHOICES:
+        fields.problem(
+            "$.n",
+            f"makes {num_choices} choices with {1 + logprobs} log-probabilities a token: at most "
+            f"{_MAX_LOGPROBS_OF_CHOICES} are possible together",
+        )
 
 
 def sampling(fields: Fields, **more: Any) -> Sampling:
@@ -181,9 +201,19 @@ def for_template(offer: Offer) -> list[dict[str, Any]] | None:
     return [tool.for_template() for tool in offer.tools] or None
 
 
-def single_call_stop(fields: Fields, form: Form) -> list[str]:
-    """What ends the answer after its first call, if `parallel_tool_calls` is false."""
-    return [HermesCalls.CLOSE] if form == "tools" and not fields["parallel_tool_calls"] else []
+def single_call_stop(form: Form, *, is_single: bool) -> list[str]:
+    """What ends the answer after its first call, if it may have a single one."""
+    return [HermesCalls.CLOSE] if form == "tools" and is_single else []
+
+
+def _has_functions(fields: Fields) -> bool:
+    """Whether calls are offered the way they were before there were tools."""
+    functions, choice = fields.get("functions"), fields.get("function_call")
+    if functions in (None, []) and choice in (None, "none", "auto"):
+        return False
+    if fields.get("tools"):
+        fields.problem("$.functions", "are given, and so are tools: send one of them")
+    return True
 
 
 def template_options(fields: Fields) -> dict[str, Any]:
@@ -289,7 +319,7 @@ def include_usage(fields: Fields) -> bool:
 
 _ROLES: Mapping[str, str] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Role as sent to role as the chat template gets it."""
-_OPENAI_ROLES = {**_ROLES, "developer": "system"}
+_OPENAI_ROLES = {**_ROLES, "developer": "system", "function": "tool"}
 
 
 def _messages(roles: Mapping[str, str], *, required: bool = False) -> Custom:
@@ -324,6 +354,7 @@ def _messages(roles: Mapping[str, str], *, required: bool = False) -> Custom:
                 "anyOf": [text, {"type": "null"}, {"type": "array", "items": part}],
             },
             "tool_calls": {"anyOf": [{"type": "array", "items": call}, {"enum": [None, False, 0, "", {}]}]},
+            "function_call": {"anyOf": [call, {"enum": [None, False, 0, "", [], {}]}]},
         },
         "required": ["role"],
     }
@@ -482,8 +513,6 @@ _GENERATION: Table = {
         "The JSON Schema that the answer must fit, or its text. Older than response_format.",
         json={"type": ["object", "string"]},
     ),
-    "functions": Unsupported("Older than tools."),
-    "function_call": Unsupported("Older than tool_choice.", harmless=("none", "auto")),
     "guided_regex": Unsupported("A regular expression that the answer must fit."),
     "guided_choice": Unsupported("Texts one of which the answer must be."),
     "guided_grammar": Unsupported("A grammar that the answer must fit."),
@@ -534,6 +563,8 @@ NATIVE: Table = {
     "stop": _stop(MAX_STOPS),
     "lora": String("The name of an adapter.", max_chars=_MAX_ADAPTER_CHARS),
     **_GENERATION,
+    "functions": Unsupported("Older than tools."),
+    "function_call": Unsupported("Older than tool_choice.", harmless=("none", "auto")),
     "requests": Unsupported("A batch of inputs."),
     "logprobs": Unsupported("The log-probabilities of tokens."),
     "top_logprobs": Unsupported("The log-probabilities of alternatives."),
@@ -559,6 +590,19 @@ CHAT: Table = {
     ),
     **_GENERATION,
     **REASONING,
+    "functions": Custom(
+        "Older than tools: an answer has one call at most, as function_call.",
+        json={"type": "array", "items": _TOOL, "maxItems": MAX_TOOLS},
+    ),
+    "function_call": Custom(
+        "Older than tool_choice.",
+        json={
+            "anyOf": [
+                {"enum": ["none", "auto"]},
+                {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+            ]
+        },
+    ),
     "parallel_tool_calls": Boolean("Whether one answer may have several calls.", default=True),
     "lora": String("The name of an adapter.", max_chars=_MAX_ADAPTER_CHARS),
     "modalities": Unsupported("Kinds of answers.", harmless=(["text"],)),

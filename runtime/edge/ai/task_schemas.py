@@ -36,6 +36,7 @@ USAGE = described(
     },
 )
 FINISH_REASON = {"type": "string", "enum": ["stop", "length", "tool_calls", "cancelled"]}
+_CHAT_FINISH_REASON = {"type": "string", "enum": [*FINISH_REASON["enum"], "function_call"]}
 
 GENERATED = described(
     {"response": {"description": "The text; in JSON mode the value."}, "usage": USAGE},
@@ -62,9 +63,13 @@ CHAT_COMPLETION = described(
                     "index": _INTEGER,
                     "message": described(
                         {"role": {"const": "assistant"}, "content": {"type": ["string", "null"]}},
-                        {"refusal": {"type": ["string", "null"]}, "tool_calls": list_of(_TOOL_CALL)},
+                        {
+                            "refusal": {"type": ["string", "null"]},
+                            "tool_calls": list_of(_TOOL_CALL),
+                            "function_call": described({"name": _STRING, "arguments": _STRING}),
+                        },
                     ),
-                    "finish_reason": FINISH_REASON,
+                    "finish_reason": _CHAT_FINISH_REASON,
                 },
                 {
                     "logprobs": {
@@ -196,6 +201,18 @@ RESULTS = {
     "BatchDone": BATCH_DONE,
 }
 """The results of `ai/run`."""
+
+
+def table_of(model: Model) -> Table:
+    """Every input that `model` may take, in whichever form of its call."""
+    match model.manifest.task, dialect_of(model.id):
+        case "text-embeddings", _:
+            return embeddings.NATIVE
+        case "text-classification", _:
+            return classification.NATIVE
+        case _, "legacy":
+            return schemas.NATIVE
+    return {**response_bodies.RESPONSE, **completions.PROMPT_INPUTS, **schemas.CHAT}
 
 
 def schemas_of(model: Model) -> dict[str, Any]:

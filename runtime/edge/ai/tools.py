@@ -48,7 +48,7 @@ def read_tools(fields: Fields) -> Offer:
 
     A choice is read in the shape of chat bodies and in that of OpenAI's Responses, which has no object within.
     """
-    tools = _tools(fields)
+    tools = _tools(fields, "tools")
     choice = fields.get("tool_choice")
     match choice:
         case "none":
@@ -75,12 +75,31 @@ def read_tools(fields: Fields) -> Offer:
     return Offer(tools, forced)
 
 
-def _named(fields: Fields, tools: list[Tool], names: list[Any], path: str) -> list[Tool]:
+def read_functions(fields: Fields) -> Offer:
+    """The offer in `functions` and `function_call`, which OpenAI had before there were tools; else as `read_tools`."""
+    functions = _tools(fields, "functions")
+    choice = fields.get("function_call")
+    match choice:
+        case "none":
+            return Offer()
+        case None | "auto":
+            return Offer(functions)
+        case {"name": str(name)}:
+            forced = _named(fields, functions, [name], "$.function_call.name", "functions")
+        case _:
+            fields.wrong("$.function_call", choice, '"none", "auto" or {"name": "…"}')
+            return Offer()
+    if not fields.get("functions"):
+        fields.problem("$.function_call", "asks for a call, but there are no functions")
+    return Offer(functions, forced)
+
+
+def _named(fields: Fields, tools: list[Tool], names: list[Any], path: str, key: str = "tools") -> list[Tool]:
     """Those of `tools` with one of `names`, each of which must be there."""
     known = [tool.name for tool in tools]
     for name in names:
         if tools and name not in known:
-            fields.wrong(path, name, f"one of tools: {' or '.join(known[:10])}")
+            fields.wrong(path, name, f"one of {key}: {' or '.join(known[:10])}")
     return [tool for tool in tools if tool.name in names]
 
 
@@ -115,20 +134,20 @@ def _arguments(tool: Tool) -> dict[str, Any]:
     return closed({**schema, "type": "object"})
 
 
-def _tools(fields: Fields) -> list[Tool]:
-    value = fields.get("tools")
+def _tools(fields: Fields, key: str) -> list[Tool]:
+    value, path = fields.get(key), f"$.{key}"
     if not value and value in (None, []):
         return []
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
-        fields.wrong("$.tools", value, f"a list of up to {MAX_TOOLS} tools")
+        fields.wrong(path, value, f"a list of up to {MAX_TOOLS} {key}")
         return []
-    if fields.json_text("$.tools", value, MAX_SCHEMA_CHARS) is None:
+    if fields.json_text(path, value, MAX_SCHEMA_CHARS) is None:
         return []
-    tools = [tool for i, each in enumerate(value) if (tool := _tool(fields, each, f"$.tools[{i}]")) is not None]
+    tools = [tool for i, each in enumerate(value) if (tool := _tool(fields, each, f"{path}[{i}]")) is not None]
     seen: set[str] = set()
     for i, tool in enumerate(tools):
         if tool.name in seen:
-            fields.problem(f"$.tools[{i}]", f"has the name {shown(tool.name)}, as another tool has")
+            fields.problem(f"{path}[{i}]", f"has the name {shown(tool.name)}, as another one has")
         seen.add(tool.name)
     return tools
 

@@ -23,7 +23,7 @@ import msgspec
 from edge.auth import scopes
 from edge.auth.store import AuditEntry, Token, TokenStore, digest_of, id_of
 from edge.billing.times import iso_time, now_us
-from edge.errors import MissingScope, NotSupported, TokenStoreUnavailable, Unauthorized
+from edge.errors import InvalidInput, MissingScope, NotSupported, Unauthorized
 
 _LOOK_EVERY_S = 0.1
 _WRITE_AFTER_S = 1.0
@@ -138,10 +138,17 @@ class Authenticator:
 
         Raises:
             MissingScope: it could do what `grant` cannot.
-            InvalidInput: as `TokenStore.create`.
+            InvalidInput: it would end later than that of `grant`, or as `TokenStore.create`.
         """
         for scope in sorted(wanted):
             self.require(grant, scope, address)
+        if grant.expires_us is not None:
+            expires_us = grant.expires_us if expires_us is None else expires_us
+            if expires_us > grant.expires_us:
+                raise InvalidInput(
+                    f"a token can make none that ends after itself, which is at {iso_time(grant.expires_us)}",
+                    param="expires_on",
+                )
         actor = f"token:{grant.token_id or 'fixed'}"
         return await self._with_store(
             lambda store: store.create(name, grant.account, wanted, expires_us=expires_us, actor=actor, address=address)
@@ -152,7 +159,12 @@ class Authenticator:
 
         Raises:
             UnknownToken: the account has none of that id.
+            MissingScope: it can do what `grant` cannot.
         """
+        for token in await self.tokens_of(grant.account):
+            if token.id == token_id:
+                for scope in sorted(token.scopes):
+                    self.require(grant, scope, address)
         actor = f"token:{grant.token_id or 'fixed'}"
         return await self._with_store(
             lambda store: store.revoke(token_id, account=grant.account, actor=actor, address=address)
@@ -226,9 +238,14 @@ class Authenticator:
         try:
             if self._path is not None and (uses or entries):
                 await self._with_store(lambda store: store.note(uses, entries))
-        except TokenStoreUnavailable as error:
-            _log.error("%d entries of the audit log are lost: %s", len(entries), error)
-        self._timer = None
+        except Exception as error:  # whatever it is, it must not end all writing
+            _log.error(
+                "%d entries of the audit log could not be written, and wait for the next: %s", len(entries), error
+            )
+            self._put_back(uses, refusals)
+            return
+        finally:
+            self._timer = None
         if self._uses or (self._refusals and self._lines_left >= 1):
             self._write_soon()
 
@@ -247,6 +264,13 @@ class Authenticator:
             del self._refusals[entry]
         self._lines_left -= len(taken)
         return taken
+
+    def _put_back(self, uses: dict[str, int], refusals: dict[AuditEntry, int]) -> None:
+        """Have what could not be written written with the next use or refusal."""
+        self._uses = uses | self._uses
+        for entry, count in refusals.items():
+            self._refusals[entry] = self._refusals.get(entry, 0) + count
+        self._lines_left += len(refusals)
 
     async def _with_store(self, use: Callable[[TokenStore], T]) -> T:
         """What `use` gives, in a thread and with a connection of its own: the node's one reads meanwhile.

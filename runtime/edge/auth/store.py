@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
 import secrets
 import sqlite3
@@ -97,7 +96,7 @@ class TokenStore:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _create(path)
+            sqlite.create_private(path)
             self._database = sqlite.connect(path)
             try:
                 sqlite.migrate(self._database, _MIGRATIONS, "the token store")
@@ -135,11 +134,11 @@ class TokenStore:
         with self._reading():
             return [_token(row) for row in self._database.execute(query, {"account": account})]
 
-    def num_active(self) -> int:
-        """How many tokens can be used now."""
-        query = f"SELECT count(*) FROM tokens WHERE {_IS_ACTIVE}"
+    def num_active(self) -> dict[str, int]:
+        """How many tokens of each account can be used now; accounts without any are left out."""
+        query = f"SELECT account, count(*) FROM tokens WHERE {_IS_ACTIVE} GROUP BY account ORDER BY account"
         with self._reading():
-            return int(self._database.execute(query, {"now": now_us()}).fetchone()[0])
+            return dict(self._database.execute(query, {"now": now_us()}).fetchall())
 
     def create(
         self,
@@ -230,16 +229,6 @@ class TokenStore:
             yield
         except sqlite3.Error as error:
             raise TokenStoreUnavailable(f"the tokens in {self.path} cannot be used: {error}") from error
-
-
-def _create(path: Path) -> None:
-    """Make the file for its owner alone; SQLite gives its other files the same mode.
-
-    Not if it exists: whoever closes a file loses all locks that its process has on it, also those of SQLite's other
-    connections, and then another process believes that it is alone and removes the log under them.
-    """
-    with contextlib.suppress(FileExistsError):
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
 
 
 def _token(row: tuple[object, ...]) -> Token:

@@ -21,12 +21,13 @@ from edge.billing.prices import PriceBook, dollars, neurons
 from edge.billing.times import iso_time
 from edge.errors import EdgeError
 
-Grouping = Literal["model", "worker", "day"]
+Grouping = Literal["model", "worker", "account", "day"]
 NOTE = "List prices before free allocations. Failed calls are listed and not charged."
 _PICO_DOLLARS_PER_CENT = 10**10
 _GROUPED_BY = {
     "model": "model",
     "worker": "coalesce(worker, '(no worker)')",
+    "account": "account",
     "day": "date(ended_at / 1000000, 'unixepoch')",
 }
 
@@ -61,7 +62,7 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct):
-    """All calls of one model, worker or day."""
+    """All calls of one model, worker, account or day."""
 
     key: str
     charged_requests: int = 0

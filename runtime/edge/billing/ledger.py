@@ -212,11 +212,11 @@ def _settle(durable: list[asyncio.Future[None]], is_written: bool) -> None:
 
 
 def latest_records(
-    path: Path, *, limit: int, since_us: int | None = None, model: str | None = None
+    path: Path, *, limit: int, since_us: int | None = None, model: str | None = None, account: str | None = None
 ) -> list[UsageRecord]:
     """The last `limit` records of calls that ended at `since_us` or later, newest first.
 
-    `model` is the id that was called, or the installed model that ran.
+    `model` is the id that was called, or the installed model that ran; without `account` they are of all accounts.
 
     Raises:
         EdgeError: the ledger cannot be read.
@@ -224,10 +224,12 @@ def latest_records(
     query = f"""
         SELECT {", ".join(_COLUMNS)} FROM usage
         WHERE ended_at >= :since AND (:model IS NULL OR model = :model OR served_by = :model)
+              AND (:account IS NULL OR account = :account)
         ORDER BY ended_at DESC, id DESC LIMIT :limit
     """
     with opened(path) as database:
-        rows = database.execute(query, {"since": since_us or 0, "model": model, "limit": limit}).fetchall()
+        wanted = {"since": since_us or 0, "model": model, "account": account, "limit": limit}
+        rows = database.execute(query, wanted).fetchall()
     return [UsageRecord(**dict(zip(_COLUMNS, row, strict=True))) for row in rows]
 
 

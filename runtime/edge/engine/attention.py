@@ -58,10 +58,9 @@ def paged_attention(
     q, k, v = _heads(qkv, shape, cos, sin)
     cache.begin(step)
     cache.write(layer, step.slots, k, v)
-    rotated = cache.format == "int4" and cache.int4.rotate_keys
-    q = hadamard(q.float()).to(q.dtype) if rotated else q
+    q = hadamard(q.float()).to(q.dtype) if cache.rotates_keys else q
     out = torch.cat([_attend_group(q, shape, cache, layer, group) for group in step.groups])  # (T, H, D)
-    if cache.format == "int4" and cache.int4.rotate_values:
+    if cache.rotates_values:
         out = hadamard(out.float()).to(out.dtype)
     return out.flatten(1)
 

@@ -39,11 +39,11 @@ class EncoderTokenizer:
         """The tokens of `text`, cut to the limit, and whether something was cut off."""
         num_chars = self.max_tokens * CHARS_PER_TOKEN
         while (start := _whole_words(text, num_chars)) is not text:
-            encoding = self._tokenizer.encode(start)
+            (encoding,) = self._tokenizer.encode_batch_fast([start])  # unlike `encode` it lets other threads run
             if encoding.overflowing:
                 return encoding.ids, True
             num_chars *= 4
-        encoding = self._tokenizer.encode(text)
+        (encoding,) = self._tokenizer.encode_batch_fast([text])
         return encoding.ids, bool(encoding.overflowing)
 
 

@@ -5,6 +5,9 @@ nobody waits for a batch to become full. A batch takes one text of each request 
 texts does not hold up one with a single one. It is computed layer by layer, and between two layers others may have the
 device: decoding goes on beside it.
 
+Texts of a higher priority go first: a batch has texts of one priority, and is set aside, once, between two layers, for
+one of a higher. Nobody starves: `MAX_PASSES` batches are the most that overtake those of lower priority.
+
 This module knows nothing about sockets, nor how a model computes.
 """
 
@@ -25,11 +28,10 @@ from edge.errors import EdgeError, OutOfCapacity, TextTooLong
 from edge.frames import Delta, Done, Encode, Encoded, Failed, Pooling, Started, Usage
 from workers._wire import Frame
 
-SLICE_US = 20_000
-"""How long a batch keeps the device at a time, about, when nobody else wants it; what comes then waits no longer."""
 MAX_BATCH_TOKENS = 16384
 MAX_BATCH_TEXTS = 1024
 MAX_WAITING_TOKENS = 1 << 21
+MAX_PASSES = 32
 _FIRST_BATCH_TOKENS = 512
 _WEIGHT = 0.3  # of the newest batch in what a token costs
 
@@ -45,6 +47,7 @@ class Encoding:
         """
         self.id = request.id
         self.rejects_if_busy = request.reject_if_busy
+        self.priority = request.priority
         self.pooling = request.pooling or pooling
         self.texts: list[list[int]] = []
         self.num_tokens = 0
@@ -92,8 +95,10 @@ class _Member:
 @dataclass(slots=True)
 class _Batch:
     members: list[_Member]
+    priority: int
     work: Generator[None, None, Tensor]
     compute_us: int = 0
+    was_set_aside: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -109,26 +114,35 @@ class LoadedEncoder:
         self.tokenizer = tokenizer
         self._max_waiting = max_waiting
         self._encodings: dict[int, Encoding] = {}
-        self._waiting: deque[Encoding] = deque()
-        """Requests with texts that are in no batch yet, the next one to give a text first."""
+        self._waiting: dict[int, deque[Encoding]] = {}
+        """By priority, requests with texts that are in no batch yet, the next one to give a text first."""
         self._batch: _Batch | None = None
+        self._set_aside: _Batch | None = None
+        self._num_passes = 0
+        """Batches that were formed since others of a lower priority have been waiting."""
         self._layer_token_us = 0.0
         """What a token costs in a layer, lately; 0: not known yet."""
 
     @property
     def has_work(self) -> bool:
         """Whether there is a text to be computed."""
-        return bool(self._waiting) or self._batch is not None
+        return bool(self._waiting) or self._batch is not None or self._set_aside is not None
+
+    @property
+    def priority(self) -> int:
+        """The highest of the texts that are to be computed, if there are any."""
+        under_way = [batch.priority for batch in (self._batch, self._set_aside) if batch is not None]
+        return max([*self._waiting, *under_way], default=0)
 
     @property
     def num_waiting(self) -> int:
         """Requests with texts that are in no batch yet."""
-        return len(self._waiting)
+        return sum(map(len, self._waiting.values()))
 
     @property
     def num_running(self) -> int:
         """Requests of which all texts that are missing are being computed."""
-        return len(self._encodings) - len(self._waiting)
+        return len(self._encodings) - self.num_waiting
 
     def add(self, encoding: Encoding) -> list[Frame]:
         """Have `encoding` computed.
@@ -137,18 +151,19 @@ class LoadedEncoder:
             OutOfCapacity: too many requests or tokens wait already; one that is to be rejected if the model is busy is
                 also refused if it would have to wait for others beside those in the batch under way.
         """
-        if encoding.rejects_if_busy and self._waiting:
+        if encoding.rejects_if_busy and any(priority >= encoding.priority for priority in self._waiting):
             raise OutOfCapacity(
-                f"the model is busy with {len(self._encodings)} requests, and rejectIfBusy was asked for; try again later",
+                f"the model is busy with {len(self._encodings)} requests, and rejectIfBusy was asked for; "
+                "try again later",
                 retry_after_s=1,
             )
-        num_tokens = sum(each.num_tokens for each in self._waiting)
-        if len(self._waiting) >= self._max_waiting or num_tokens > MAX_WAITING_TOKENS:
+        num_tokens = sum(each.num_tokens for waiting in self._waiting.values() for each in waiting)
+        if self.num_waiting >= self._max_waiting or num_tokens > MAX_WAITING_TOKENS:
             raise OutOfCapacity(
-                f"{len(self._waiting)} requests with {num_tokens} tokens are waiting for the model; try again later"
+                f"{self.num_waiting} requests with {num_tokens} tokens are waiting for the model; try again later"
             )
         self._encodings[encoding.id] = encoding
-        self._waiting.append(encoding)
+        self._waiting.setdefault(encoding.priority, deque()).append(encoding)
         return [Started(encoding.id, encoding.num_tokens)]
 
     def cancel(self, id: int) -> list[Frame]:
@@ -159,24 +174,26 @@ class LoadedEncoder:
 
     def fail_all(self, error: EdgeError) -> list[Frame]:
         """End all requests with `error`."""
-        self._batch = None
+        self._batch = self._set_aside = None
         return [self._failed(encoding, error) for encoding in list(self._encodings.values())]
 
     def advance(self, slice_us: float) -> list[Frame]:
         """Compute for `slice_us` or a little longer, a layer at least; the frames that come of it."""
         started_ns = time.perf_counter_ns()
-        if self._batch is None:
-            self._batch = self._form(slice_us)
-        batch, rows = self._batch, None
+        if not self.has_work:
+            return []
+        batch, rows = self._next_batch(slice_us), None
         if all(member.encoding.id not in self._encodings for member in batch.members):  # everybody has gone
             self._batch = None
             return []
         try:
-            while rows is None and (time.perf_counter_ns() - started_ns) / 1000 < slice_us:
+            while rows is None:
                 try:
                     next(batch.work)
                 except StopIteration as end:
                     rows = end.value
+                if (time.perf_counter_ns() - started_ns) / 1000 >= slice_us:
+                    break
         finally:
             self._charge(batch, (time.perf_counter_ns() - started_ns) // 1000)
         if rows is None:
@@ -185,29 +202,59 @@ class LoadedEncoder:
         self._learn(batch)
         return self._deliver(batch, rows)
 
+    def _next_batch(self, slice_us: float) -> _Batch:
+        """The batch to go on with: the one under way, the one that was set aside, or a new one."""
+        highest = max(self._waiting, default=None)
+        batch = self._batch
+        may_wait = batch is not None and not batch.was_set_aside and self._set_aside is None
+        if batch is not None and may_wait and _outranks(highest, batch):
+            batch.was_set_aside = True
+            self._set_aside, self._batch = batch, None
+        if self._batch is None:
+            aside = self._set_aside
+            if aside is not None and (not _outranks(highest, aside) or self._num_passes >= MAX_PASSES):
+                self._batch, self._set_aside, self._num_passes = aside, None, 0
+            else:
+                self._batch = self._form(slice_us)
+        return self._batch
+
+    def _next_priority(self) -> int:
+        """That of the texts of the next batch: the highest, or the lowest when it was passed over often enough."""
+        lowest, highest = min(self._waiting), max(self._waiting)
+        is_alone = lowest == highest and self._set_aside is None
+        self._num_passes = 0 if is_alone else self._num_passes + 1
+        if self._num_passes <= MAX_PASSES:
+            return highest
+        self._num_passes = 0
+        return lowest
+
     def _form(self, slice_us: float) -> _Batch:
         """A batch of waiting texts of which a layer takes no longer than `slice_us`, as far as that is known."""
+        priority = self._next_priority()
+        waiting = self._waiting[priority]
         budget = _FIRST_BATCH_TOKENS if not self._layer_token_us else int(slice_us / self._layer_token_us)
         budget = min(budget, MAX_BATCH_TOKENS)
         members: list[_Member] = []
-        while self._waiting and len(members) < MAX_BATCH_TEXTS:
-            encoding = self._waiting[0]
+        while waiting and len(members) < MAX_BATCH_TEXTS:
+            encoding = waiting[0]
             member = _Member(encoding, encoding.next_text)
             budget -= len(member.tokens)
             if budget < 0 and members:
                 break
             members.append(member)
             encoding.next_text += 1
-            self._waiting.popleft()
+            waiting.popleft()
             if encoding.next_text < len(encoding.texts):
-                self._waiting.append(encoding)
+                waiting.append(encoding)
+        if not waiting:
+            del self._waiting[priority]
         members.sort(key=lambda member: -len(member.tokens))
         for member in members:
             member.encoding.num_read_tokens += len(member.tokens)
         work = self.encoder.encode(
             [member.tokens for member in members], [member.encoding.pooling for member in members]
         )
-        return _Batch(members, work)
+        return _Batch(members, priority, work)
 
     def _charge(self, batch: _Batch, us: int) -> None:
         batch.compute_us += us
@@ -259,6 +306,13 @@ class LoadedEncoder:
 
     def _forget(self, encoding: Encoding) -> Encoding:
         del self._encodings[encoding.id]
-        if encoding in self._waiting:
-            self._waiting.remove(encoding)
+        waiting = self._waiting.get(encoding.priority)
+        if waiting is not None and encoding in waiting:
+            waiting.remove(encoding)
+            if not waiting:
+                del self._waiting[encoding.priority]
         return encoding
+
+
+def _outranks(priority: int | None, batch: _Batch) -> bool:
+    return priority is not None and priority > batch.priority

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from edge.engine.kv_cache import Int4Options, KvCache
+from edge.engine.kv_cache import KvCache, KvOptions
 from edge.engine.models.decoder import Decoder
 from edge.engine.scheduler import Chunk, Sequence
 from edge.engine.step import build_step
@@ -95,9 +95,9 @@ def read(subject: Subject, tokens: list[int]) -> Iterator[Tensor]:
 
 
 def make_cache(
-    config: ModelConfig, num_tokens: int, kv: str, device: torch.device, int4: Int4Options | None = None
+    config: ModelConfig, num_tokens: int, kv: str, device: torch.device, options: KvOptions | None = None
 ) -> KvCache:
-    """A cache in the format `kv` with room for a text of `num_tokens`; `int4` are that format's options."""
+    """A cache in the format `kv` with room for a text of `num_tokens`; `options` are for formats of codes."""
     return KvCache(
         kv,
         num_layers=config.num_layers,
@@ -106,7 +106,7 @@ def make_cache(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         device=device,
-        int4=int4,
+        options=options,
     )
 
 

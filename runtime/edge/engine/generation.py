@@ -171,7 +171,7 @@ def prompt_tokens(request: Generate, tokenizer: Tokenizer, max_tokens: int) -> l
     """The tokens of the prompt of `request`.
 
     Raises:
-        InvalidInput: there is none, or the chat template refuses it.
+        InvalidInput: there is none, the chat template refuses it, or a token is none of the vocabulary.
         PromptTooLong: there are more than `max_tokens`.
     """
     options = request.template_options
@@ -179,6 +179,8 @@ def prompt_tokens(request: Generate, tokenizer: Tokenizer, max_tokens: int) -> l
         return tokenizer.encode_chat(request.messages, max_tokens, request.tools, options)
     if request.prompt is None:
         raise InvalidInput("there is neither `messages` nor `prompt`", param="prompt")
+    if isinstance(request.prompt, list):
+        return tokenizer.checked(request.prompt, max_tokens)
     # A model without a chat template was not trained on chats: it continues plain text.
     if request.raw or not tokenizer.has_chat_template:
         return tokenizer.encode(request.prompt, max_tokens)

@@ -12,11 +12,11 @@ for the processor, and the values as (K, S, D).
 | int8     | codes times a scale per token and head | the same                             | bfloat16 |
 | int4     | (code - 7.5) times a scale             | code times a scale plus a minimum    | bfloat16 |
 
-Two int4 codes share a byte: dimension d in the low half and d + D/2 in the high half. The int4 format holds keys
-turned by a normalised Hadamard matrix over D, which spreads the few large channels that keys have (QuaRot,
-arXiv:2404.00456); products with queries turned likewise are the same. Of the pages that matter most - the first of a
-sequence, the query's own and the one before it - it holds bfloat16 copies in a small pool of side pages. A page that
-has lost its copy is read as int4: less exact, never wrong.
+Codes are of keys turned by a normalised Hadamard matrix over D, which spreads the few large channels that keys have
+(QuaRot, arXiv:2404.00456); products with queries turned likewise are the same. Two int4 codes share a byte: dimension d
+in the low half and d + D/2 in the high half. Of the pages that matter most - the first of a sequence, the query's own
+and the one before it - the int4 format holds bfloat16 copies in a small pool of side pages. A page that has lost its
+copy is read as int4: less exact, never wrong.
 
 This module knows nothing about sequences and models; who owns which page is decided in `engine.pages`.
 """
@@ -43,8 +43,11 @@ _SMALLEST_SCALE = 1e-37
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Options:
-    """What the int4 format does to stay near the truth; each can be switched off to see what it is worth."""
+class KvOptions:
+    """What the formats of codes do to stay near the truth; each can be switched off to see what it is worth.
+
+    All but `rotate_keys` is for int4 only.
+    """
 
     rotate_keys: bool = True
     rotate_values: bool = False
@@ -72,11 +75,11 @@ class KvCache:
         head_dim: int,
         device: torch.device,
         num_side_pages: int = 256,
-        int4: Int4Options | None = None,
+        options: KvOptions | None = None,
     ) -> None:
         """Allocate a cache in one of `FORMATS`.
 
-        `num_side_pages` and `int4` are for the format int4 only; a step can use the side pages of each of its
+        `num_side_pages` is for the format int4 only; a step can use the side pages of each of its
         sequences (`sink_pages` + `window_pages`) and one for every page that it fills.
 
         Raises:
@@ -89,7 +92,7 @@ class KvCache:
         self.format = format
         self.num_pages, self.page_size = num_pages, page_size
         self.num_kv_heads, self.head_dim, self.device = num_kv_heads, head_dim, device
-        self.int4 = int4 or Int4Options()
+        self.options = options or KvOptions()
         P, K, D, S = num_pages, num_kv_heads, head_dim, page_size
 
         def planes(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -105,12 +108,22 @@ class KvCache:
         self.key_scales = planes((P, K, S), torch.bfloat16) if quantized else []
         self.value_scales = planes((P, K, S), torch.bfloat16) if quantized else []
         self.value_minimums = planes((P, K, S), torch.bfloat16) if format == "int4" else []
-        self.side = SidePages(num_pages, min(num_pages, num_side_pages), self.int4) if format == "int4" else None
+        self.side = SidePages(num_pages, min(num_pages, num_side_pages), self.options) if format == "int4" else None
         Q = self.side.num_side_pages if self.side else 0
         self.side_keys = planes((Q, K, D, S), torch.bfloat16) if Q else []
         self.side_values = planes((Q, K, S, D), torch.bfloat16) if Q else []
         self._step: Step | None = None
         self._side_of_page: Tensor | None = None
+
+    @property
+    def rotates_keys(self) -> bool:
+        """Whether keys are held turned, so that queries have to be turned too."""
+        return self.options.rotate_keys and self.format in ("int8", "int4")
+
+    @property
+    def rotates_values(self) -> bool:
+        """Whether values are held turned, so that what attention makes of them has to be turned back."""
+        return self.options.rotate_values and self.format == "int4"
 
     def bytes_per_token(self) -> float:
         """Memory of one token in all layers, with its scales and without side pages."""
@@ -119,7 +132,7 @@ class KvCache:
 
     def size_bytes(self, num_tokens: int) -> float:
         """Memory of a sequence of `num_tokens` tokens in all layers, with its side pages."""
-        num_side_pages = min(self.int4.sink_pages + self.int4.window_pages, -(-num_tokens // self.page_size))
+        num_side_pages = min(self.options.sink_pages + self.options.window_pages, -(-num_tokens // self.page_size))
         side = sum(plane.nbytes for plane in (*self.side_keys, *self.side_values))
         per_side_page = side / self.side.num_side_pages if self.side_keys and self.side else 0
         return self.bytes_per_token() * num_tokens + per_side_page * num_side_pages
@@ -146,12 +159,12 @@ class KvCache:
             self.values[layer][pages, :, offsets] = v.to(self.values[layer].dtype)
             return
         k, v = k.float(), v.float()
+        k = hadamard(k) if self.rotates_keys else k
         if self.format == "int8":
             key_codes, key_scales = quantize_int8(k)
             value_codes, value_scales = quantize_int8(v)
         else:
-            k = hadamard(k) if self.int4.rotate_keys else k
-            v = hadamard(v) if self.int4.rotate_values else v
+            v = hadamard(v) if self.rotates_values else v
             self._write_side(layer, pages, offsets, k, v)
             key_codes, key_scales = quantize_key_int4(k)
             value_codes, value_scales, minimums = quantize_value_int4(v)
@@ -192,14 +205,11 @@ class KvCache:
             side_keys, side_values, _ = self.gather_side(layer, pages[None], torch.float32)
             keys = torch.where(full[:, None, None], side_keys[0].transpose(0, 1)[:length], keys)
             values = torch.where(full[:, None, None], side_values[0].transpose(0, 1)[:length], values)
-        rotate = self.format == "int4"
-        keys = hadamard(keys) if rotate and self.int4.rotate_keys else keys
-        values = hadamard(values) if rotate and self.int4.rotate_values else values
-        return keys, values
+        return hadamard(keys) if self.rotates_keys else keys, hadamard(values) if self.rotates_values else values
 
     def full_precision(self, page: Tensor, query_page: Tensor | int) -> Tensor:
         """Whether a query in the `query_page`th page of its sequence reads the `page`th from its side page."""
-        return (page < self.int4.sink_pages) | (page > query_page - self.int4.window_pages)
+        return (page < self.options.sink_pages) | (page > query_page - self.options.window_pages)
 
     @torch.inference_mode()
     def clear(self, pages: list[int]) -> None:
@@ -249,7 +259,7 @@ class SidePages:
     that pause would lose theirs to the pages of others that nobody reads in full any more: `keep` is for them.
     """
 
-    def __init__(self, num_pages: int, num_side_pages: int, options: Int4Options) -> None:
+    def __init__(self, num_pages: int, num_side_pages: int, options: KvOptions) -> None:
         wanted = options.sink_pages + options.window_pages
         self.num_side_pages = num_side_pages if wanted else 0
         self.side_of_page: Integers = np.full(num_pages, -1, np.int32)

@@ -15,12 +15,12 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from edge.engine.encoding import SLICE_US, Encoding, LoadedEncoder
+from edge.engine.encoding import Encoding, LoadedEncoder
 from edge.engine.generation import Generation, Growth, shares
 from edge.engine.kernels import Kernels
 from edge.engine.loaded import LoadedModel
 from edge.engine.models.decoder import Decoder
-from edge.engine.pace import Prompts
+from edge.engine.pace import Prompts, texts_us
 from edge.engine.sampler import Choice, sample
 from edge.engine.scheduler import Chunk
 from edge.errors import EdgeError, InvalidInput, UnknownModel
@@ -72,9 +72,6 @@ class Stop:
     """End the loop after the current step."""
 
 
-_MIN_SLICE_US = 2000
-"""A batch of texts gets so much of each turn at least."""
-
 Command = Install | Remove | Upgrade | Submit | SubmitTexts | Cancel | MoreDeltas | Ping | Stop
 
 
@@ -105,10 +102,19 @@ class StepLoop:
             started_ns = time.perf_counter_ns()
             for model in working:
                 self._step(model)
-            # What others wait for as long as for their own steps, they hardly notice.
-            slice_us = (time.perf_counter_ns() - started_ns) / 1000 if working else SLICE_US
-            for encoder in encoding:
-                self._encode(encoder, max(slice_us / len(encoding), _MIN_SLICE_US))
+            if encoding:
+                step_us = (time.perf_counter_ns() - started_ns) / 1000 if working else None
+                self._encode_one_of(encoding, step_us)
+
+    def _encode_one_of(self, encoding: list[LoadedEncoder], step_us: float | None) -> None:
+        """Give a turn to the encoder whose last one was longest ago: however many there are, a step waits for one."""
+        encoder = encoding[0]
+        if self._encoders.get(encoder.name) is encoder:  # else it was removed meanwhile
+            self._encoders[encoder.name] = self._encoders.pop(encoder.name)
+        running = [sequence for model in self._models.values() for sequence in model.scheduler.running]
+        decoding = [each.priority for each in running if each.num_output_tokens > 0 and each.credit > 0]
+        is_outranked = encoder.priority < max([*decoding, *(each.priority for each in encoding)])
+        self._encode(encoder, texts_us(step_us, beside_decoding=bool(decoding), is_outranked=is_outranked))
 
     def _commands(self, *, wait: bool) -> list[Command]:
         commands = [self._inbox.get()] if wait else []

@@ -108,8 +108,12 @@ class AdapterStore:
             pass
         known = sorted(path.name for path in self._folder.iterdir()) if self._folder.is_dir() else []
         raise InvalidInput(
-            f"this model has no adapter {name[:80]!r}"
-            + (f"; it has {', '.join(known[:20])}" if known else "; `edge models adapt MODEL FOLDER` adds one"),
+            f"this model has no adapter {name[:80]!r}, and the account no finetune of that name or id"
+            + (
+                f"; the model's adapters: {', '.join(known[:20])}"
+                if known
+                else "; `edge models adapt MODEL FOLDER` adds one"
+            ),
             param="lora",
         )
 

@@ -1,7 +1,8 @@
 """How many prompt tokens a step may have while others wait for their next token.
 
 A long prompt is read in pieces between the tokens of others. Small pieces keep those steady; large ones are read
-sooner. The size follows what steps have cost lately on this machine, and how many wait for either.
+sooner. The size follows what steps have cost lately on this machine, and how many wait for either. The texts of
+encoders are computed between steps, for a time that is bounded here as well.
 
 This module knows nothing about sequences and pages.
 """
@@ -12,6 +13,10 @@ from dataclasses import dataclass
 
 SHARE = 1 / 3
 """Time for each prompt in a step, as a share of the time for the others' tokens. For one alone, nobody is bothered."""
+MIN_TEXTS_US = 2000
+"""A batch of an encoder's texts gets so much of a turn at least."""
+IDLE_TEXTS_US = 20_000
+"""How long such a batch keeps the device at a time, about, when nobody else wants it."""
 MANY = 4
 """How many may be held up by each of several prompts that wait, before these are read in small pieces."""
 MIN_TOKENS = 4
@@ -75,6 +80,20 @@ class Pace:
         size = num_decoding.bit_length()
         nearest = min(self._decode_us, key=lambda known: abs(known - size), default=None)
         return None if nearest is None else self._decode_us[nearest]
+
+
+def texts_us(step_us: float | None, *, beside_decoding: bool, is_outranked: bool) -> float:
+    """How long an encoder's texts may be computed after a step that took `step_us` (None: there was none).
+
+    Args:
+        beside_decoding: whether somebody waits for their next token.
+        is_outranked: whether somebody of a higher priority waits for that, or for texts of another encoder.
+    """
+    if is_outranked:
+        return MIN_TEXTS_US
+    if step_us is None:
+        return IDLE_TEXTS_US
+    return max(SHARE * step_us if beside_decoding else step_us, MIN_TEXTS_US)
 
 
 class _PromptCost:

@@ -129,6 +129,7 @@ class _Engine:
         self._paths: dict[str, str] = {}
         self._loaded: dict[str, ModelLoaded] = {}
         self._preparing: dict[int, _Preparing] = {}
+        self._counting: dict[int, _Preparing] = {}
         self._load_lock = asyncio.Lock()
         self._kernels: Kernels | None = None
         self._building: asyncio.Task[None] | None = None
@@ -190,8 +191,9 @@ class _Engine:
             case Generate():
                 self._generate(frame)
             case CountTokens(id, request):
-                if (model := self._admitted(id, request.model, LoadedModel)) is not None:
-                    self._spawn(self._count(id, request, model))
+                if (model := self._found(id, request.model, LoadedModel)) is not None:
+                    counting = self._counting[id] = _Preparing(0)
+                    self._spawn(self._count(id, request, model, counting))
             case Encode():
                 if (encoder := self._admitted(frame.id, frame.model, LoadedEncoder)) is not None:
                     self._spawn(self._read_texts(frame, encoder))
@@ -199,6 +201,8 @@ class _Engine:
                 self._preparing[id].credit += num_deltas
             case Cancel(id) if id in self._preparing:
                 self._preparing[id].cancelled = True
+            case Cancel(id) if id in self._counting:
+                self._counting[id].cancelled = True
             case Cancel() | MoreDeltas() | Ping():
                 self._steps.post(frame)
 
@@ -209,13 +213,18 @@ class _Engine:
 
     def _admitted(self, id: int, name: str, kind: type[M]) -> M | None:
         """The model `name`; None, and the request `id` is refused, if there is none or too many requests wait."""
+        model = self._found(id, name, kind)
+        if model is not None and len(self._preparing) >= self._config.max_waiting:
+            self._refuse(id, OutOfCapacity(f"{len(self._preparing)} prompts are waiting to be read; try again later"))
+            return None
+        return model
+
+    def _found(self, id: int, name: str, kind: type[M]) -> M | None:
+        """The model `name`; None, and the request `id` is refused, if there is none for its task."""
         model = self._models.get(name)
         if not isinstance(model, kind):
             why = "is not loaded in this engine" if model is None else "is for another task"
             self._refuse(id, UnknownModel(f"model {name!r} {why}"))
-            return None
-        if len(self._preparing) >= self._config.max_waiting:
-            self._refuse(id, OutOfCapacity(f"{len(self._preparing)} prompts are waiting to be read; try again later"))
             return None
         return model
 
@@ -235,17 +244,20 @@ class _Engine:
             return
         self._steps.post(SubmitTexts(encoder, encoding))
 
-    async def _count(self, id: int, request: Generate, model: LoadedModel) -> None:
-        self._preparing[id] = _Preparing(0)
+    async def _count(self, id: int, request: Generate, model: LoadedModel, counting: _Preparing) -> None:
+        def num_tokens() -> int | None:
+            """None: nobody wants to know any more, by the time that it is its turn."""
+            if counting.cancelled:
+                return None
+            return len(prompt_tokens(request, model.tokenizer, MAX_COUNTED_TOKENS))
+
         try:
-            tokens = await self._event_loop.run_in_executor(
-                self._counters, prompt_tokens, request, model.tokenizer, MAX_COUNTED_TOKENS
-            )
-            self.send([TokenCount(id, len(tokens))])
+            counted = await self._event_loop.run_in_executor(self._counters, num_tokens)
+            self.send([Done(id, "cancelled", Usage()) if counted is None else TokenCount(id, counted)])
         except Exception as error:
             self._refuse(id, _unreadable(error))
         finally:
-            del self._preparing[id]
+            del self._counting[id]
 
     async def _prepare(self, request: Generate, model: LoadedModel, preparing: _Preparing) -> None:
         reader = self._tokenizers if request.json_schema is None else self._compilers

@@ -96,6 +96,21 @@ class Tokenizer:
             ids = [number, *ids]
         return _within(ids, max_tokens)
 
+    def checked(self, ids: list[int], max_tokens: int) -> list[int]:
+        """Token ids that a caller has made, as they are.
+
+        Raises:
+            InvalidInput: one of them stands for nothing.
+            PromptTooLong: there are more than `max_tokens`; the message has both numbers.
+        """
+        if (token := next((each for each in ids if not 0 <= each < self.num_tokens), None)) is not None:
+            raise InvalidInput(
+                f"the prompt has the token id {token}, but the model's vocabulary has those from 0 to "
+                f"{self.num_tokens - 1}: use the tokenizer of this model, or send text",
+                param="prompt",
+            )
+        return _within(ids, max_tokens)
+
     def encode_chat(
         self,
         messages: list[dict[str, Any]],
@@ -166,7 +181,9 @@ class Tokenizer:
             sample = self._tokenizer.encode(text[:SAMPLE_CHARS], add_special_tokens=False)
             num_tokens = max(max_tokens + 1, len(sample) * len(text) // SAMPLE_CHARS)
             raise PromptTooLong(_too_long(f"about {num_tokens}", max_tokens))
-        return self._tokenizer.encode(text, add_special_tokens=special).ids
+        # Unlike `encode` it lets other threads run, so that nobody's stream stops while a long prompt is read.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        return encoding.ids
 
 
 class Detokenizer:

@@ -171,24 +171,34 @@ class Node:
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             """Most requests are for the workers; they need not pass Starlette's routes, which take their time."""
-            is_ours = scope["type"] == "lifespan" or scope["path"].startswith(prefixes)
-            if is_ours and scope.get("path", "").startswith(api.OPENAI_PREFIX):
-                is_ours = self._is_for_api(scope)
+            path = api.tidied(scope.get("path", "/"))
+            is_ours = scope["type"] == "lifespan" or path.startswith(prefixes)
+            if is_ours and path.startswith(api.OPENAI_PREFIX):
+                is_ours = self._is_for_api(scope, config)
+            if is_ours and "//" in scope.get(
+                "path", ""
+            ):  # a base URL with a slash too many: no worker may see its token
+                scope = {**scope, "path": path}
             await (doors if is_ours else workers)(scope, receive, send)
 
         def worker_of(path: str) -> WorkerKey | None:
             """Whom a path belongs to, if it is nobody's but a worker's."""
-            return None if path.startswith(prefixes) or self._primary in self._assets.sites else self._primary
+            is_ours = api.tidied(path).startswith(prefixes)
+            return None if is_ours or self._primary in self._assets.sites else self._primary
 
         return AccessLogged(app, access_log), Direct(self.isolates, worker_of, ingress, access_log)
 
-    def _is_for_api(self, scope: Scope) -> bool:
-        """Whether a request below `/v1` is for the API: it has a token of this node, or there is no worker."""
+    def _is_for_api(self, scope: Scope, config: ApiConfig) -> bool:
+        """Whether a request below `/v1` is for the API: it has a token of this node, or there is no worker.
+
+        A browser's question whether it may send a token has none yet; the origin tells whose it is.
+        """
         key = self._primary
         has_worker = key in self.isolates.workers() and self.isolates.status(key).version != ""
-        return not has_worker or (
-            scope["type"] == "http" and self._authenticator.is_ours(credential_of(Headers(scope=scope)))
-        )
+        if not has_worker or scope["type"] != "http":
+            return not has_worker
+        headers = Headers(scope=scope)
+        return api.is_preflight(scope["method"], headers, config) or self._authenticator.is_ours(credential_of(headers))
 
     async def __aenter__(self) -> Self:
         # Closed in the reverse order: what starts handlers first, then handlers and what they call, and the ledger

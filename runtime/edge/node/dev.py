@@ -77,7 +77,8 @@ async def _serve(configs: Sequence[Config], server: Server, *, reload: bool) -> 
                 return
             server.start(node)
             with hot_keys(sys.stdin, _actions(node, server)) as keys:
-                lines = welcome(node, configs, server.base, f"Token {TOKEN}", reload)
+                account, access = configs[0].account_id, f"Token {TOKEN}"
+                lines = welcome(node, configs, server.base, account=account, access=access, reload=reload)
                 say("\n".join([*missing_services(node, configs), *lines, *keys]))
                 print(f"Ready on {server.base}", flush=True)
                 await stop.wait()

@@ -20,6 +20,9 @@ from edge.node.dev_vars import load_dev_vars
 from edge.node.serving import Server, log_access, say
 from edge.node.welcome import missing_services, welcome
 
+_MAX_SHOWN = 5
+"""Accounts."""
+
 
 def run(configs: Sequence[Config], *, ip: str, port: int, drain_s: int, without_tokens: bool) -> None:
     """Serve the workers of `configs` until SIGINT or SIGTERM; HTTP requests reach the first.
@@ -45,7 +48,7 @@ def run(configs: Sequence[Config], *, ip: str, port: int, drain_s: int, without_
             f"NAME --account {first.account_id}; or serve the workers alone: edge serve --without-tokens"
         )
     serving.run(
-        lambda server: _serve(configs, server, f"Tokens {num_tokens} (edge tokens list)"),
+        lambda server: _serve(configs, server, num_tokens),
         ip=ip,
         port=port,
         drain_s=drain_s,
@@ -53,7 +56,8 @@ def run(configs: Sequence[Config], *, ip: str, port: int, drain_s: int, without_
     )
 
 
-async def _serve(configs: Sequence[Config], server: Server, access: str) -> None:
+async def _serve(configs: Sequence[Config], server: Server, num_tokens: dict[str, int]) -> None:
+    """Serve `configs`; `num_tokens` has the tokens by account, as they were at start."""
     node = Node(configs[0], tokens={}, show_tracebacks=False, say=say, access_log=log_access)
     async with node:
         for config in configs:
@@ -63,10 +67,19 @@ async def _serve(configs: Sequence[Config], server: Server, access: str) -> None
         if server.stopping.is_set():
             return
         server.start(node)
-        say("\n".join([*missing_services(node, configs), *welcome(node, configs, server.base, access, False)]))
+        account = next(iter(num_tokens)) if len(num_tokens) == 1 else None
+        lines = welcome(node, configs, server.base, account=account, access=_access(num_tokens), reload=False)
+        say("\n".join([*missing_services(node, configs), *lines]))
         print(f"Ready on {server.base}", flush=True)
         await server.stopping.wait()
         await server.finish(node)
+
+
+def _access(num_tokens: dict[str, int]) -> str:
+    """`Tokens 3 of acme, other (edge tokens list)`."""
+    shown = ", ".join(list(num_tokens)[:_MAX_SHOWN])
+    more = f" and {len(num_tokens) - _MAX_SHOWN} more" if len(num_tokens) > _MAX_SHOWN else ""
+    return f"Tokens {sum(num_tokens.values())}{f' of {shown}{more}' if shown else ''} (edge tokens list)"
 
 
 async def _deploy(node: Node, config: Config) -> None:

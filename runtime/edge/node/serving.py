@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import resource
 import signal
@@ -74,6 +75,7 @@ class Server:
         """Take requests."""
         self._uvicorn.config.app = node.app
         self._uvicorn.config.http = cast(Any, partial(LimitedHttp, direct=node.direct))
+        gc.freeze()  # a full collection that looks at all modules holds up every stream for tens of milliseconds
         self._serving = asyncio.create_task(self._uvicorn.serve(self._sockets))
         self._serving.add_done_callback(lambda _: self.stopping.set())
 

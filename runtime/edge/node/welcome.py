@@ -14,14 +14,15 @@ from edge.node.dev_vars import load_dev_vars
 from edge.weights.manifest import DEFAULT_SPEC
 
 
-def welcome(node: Node, configs: Sequence[Config], base: str, access: str, reload: bool) -> list[str]:
-    """The lines. `base` is the node's URL, `access` how to get at the account of the first of `configs`."""
-    account = configs[0].account_id
+def welcome(
+    node: Node, configs: Sequence[Config], base: str, *, account: str | None, access: str, reload: bool
+) -> list[str]:
+    """The lines. `base` is the node's URL, `account` whose calls it takes (None: those of several), `access` how."""
     has_ai = any(config.ai is not None for config in configs)
     return [
         *(line for config in configs for line in _worker(config, base, reload, node.serves(config))),
-        *(_models(node, f"{base}/client/v4/accounts/{account}/ai") if has_ai else ()),
-        f"Account   {account}    {access}",
+        *(_models(node, base, account) if has_ai else ()),
+        f"Account   {configs[0].account_id}    {access}",
         *_sandbox(node, configs),
     ]
 
@@ -46,12 +47,12 @@ def short(path: Path) -> str:
         return str(path)
 
 
-def _models(node: Node, base: str) -> Iterator[str]:
+def _models(node: Node, base: str, account: str | None) -> Iterator[str]:
     """What there is to know of models, for those who have asked for some with `[ai]`."""
     models = ", ".join(model.id for model in node.catalogue.models())
     yield f"Models    {models or f'none; the small default model: edge models add {DEFAULT_SPEC}'}"
-    yield f"REST      {base}/run/MODEL"
-    yield f"OpenAI    {base}/v1"
+    yield f"REST      {base}/client/v4/accounts/{account or 'ACCOUNT'}/ai/run/MODEL"
+    yield f"OpenAI    {base}/{f'client/v4/accounts/{account}/ai/' if account else ''}v1"
 
 
 def _worker(config: Config, base: str, reload: bool, serves: bool) -> Iterator[str]:

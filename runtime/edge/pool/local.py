@@ -80,6 +80,8 @@ MAX_FAILED_STARTS = 3
 """After so many starts in a row that did not even get ready, calls fail at once instead of waiting."""
 MAX_ATTEMPTS = 2
 """How many engines a call is given to, as long as they die before they have accepted it."""
+MAX_COUNTING = 8
+"""Prompts whose tokens are counted at a time, beside the calls of which `max_waiting` may wait."""
 MAX_UNSENT_BYTES = 64 << 20
 """While more waits to be read by the engine, calls are refused."""
 READ_BYTES = 1 << 20
@@ -135,6 +137,7 @@ class LocalPool:
         """When the engine ended whose place no other has taken yet, on the monotonic clock."""
         self._num_failed_starts = 0
         self._num_waiting = 0
+        self._num_counting = 0
         self._next_id = 0
 
     async def start(self) -> None:
@@ -185,8 +188,14 @@ class LocalPool:
 
     async def count_tokens(self, request: Generate) -> int:
         """The tokens of a prompt; see `edge.pool.base.Pool`. The same is raised as by `generate`."""
-        async with aclosing(self._call(request.model, CountTokens(0, request), 1, lambda usage: None)) as replies:
-            count: TokenCount = await anext(replies)
+        if self._num_counting >= MAX_COUNTING:
+            raise OutOfCapacity(f"the tokens of {MAX_COUNTING} prompts are being counted; try again", retry_after_s=1)
+        self._num_counting += 1
+        try:
+            async with aclosing(self._call(request.model, CountTokens(0, request), 1, lambda usage: None)) as replies:
+                count: TokenCount = await anext(replies)
+        finally:
+            self._num_counting -= 1
         return count.num_tokens
 
     async def _call(self, model: str, request: _Request, credit: int, on_usage: OnUsage) -> AsyncGenerator[Any, None]:
@@ -406,8 +415,10 @@ class _Engine:
 
     def open(self, request: _Request, credit: int, max_waiting: int, on_usage: OnUsage) -> _Call:
         """Send `request`, unless so much is under way already that an engine that hangs would fill this process."""
-        num_waiting = sum(not call.is_started for call in self.calls.values())
-        if num_waiting >= max_waiting or self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+        num_waiting = sum(not call.is_started and not call.is_count for call in self.calls.values())
+        is_count = isinstance(request, CountTokens)  # the pool bounds them
+        is_full = num_waiting >= max_waiting and not is_count
+        if is_full or self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             raise OutOfCapacity(
                 f"{num_waiting} calls are waiting for the engine to read their prompts; try again later",
                 retry_after_s=1,
@@ -417,7 +428,7 @@ class _Engine:
         except FrameError as error:
             raise RequestTooLarge(f"the prompt is too long to be handed to the engine: {error}") from error
         self._writer.write(data)
-        call = self.calls[request.id] = _Call(self, request.id, credit, on_usage)
+        call = self.calls[request.id] = _Call(self, request.id, credit, on_usage, is_count=is_count)
         return call
 
     def deliver(self, frame: _Reply) -> None:
@@ -480,8 +491,10 @@ class _Engine:
 class _Call:
     """One call in an engine: what has arrived for it and was not read yet, by its one reader."""
 
-    def __init__(self, engine: _Engine, id: int, credit: int, on_usage: OnUsage) -> None:
+    def __init__(self, engine: _Engine, id: int, credit: int, on_usage: OnUsage, *, is_count: bool) -> None:
         self.id = id
+        self.is_count = is_count
+        """Whether tokens are counted for it, and nothing else."""
         self.is_started = False
         self.over = asyncio.Event()
         """Set when nothing more will come."""

@@ -8,7 +8,7 @@ from attending import Attending, make_cache, shape
 from edge.engine.attention import Attention, AttentionShape, paged_attention, paged_attention_reference
 from edge.engine.kernels import Kernels
 from edge.engine.kernels.attention import NativeAttention, make_attention, why_not_native
-from edge.engine.kv_cache import FORMATS, Int4Options, KvCache
+from edge.engine.kv_cache import FORMATS, KvCache, KvOptions
 
 SHAPES = {
     "plain": shape(9, 3, 64),
@@ -90,12 +90,12 @@ def test_it_equals_the_reference(kernels: Kernels, format: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [Int4Options(False, False, 0, 0), Int4Options(rotate_values=True), Int4Options(sink_pages=0, window_pages=1)],
+    [KvOptions(False, False, 0, 0), KvOptions(rotate_values=True), KvOptions(sink_pages=0, window_pages=1)],
 )
-def test_int4_options(kernels: Kernels, options: Int4Options) -> None:
+def test_int4_options(kernels: Kernels, options: KvOptions) -> None:
     kind = SHAPES["plain"]
     got, expected = (
-        mixed(Attending(attention, kind, make_cache("int4", kind, int4=options), LENGTHS))
+        mixed(Attending(attention, kind, make_cache("int4", kind, options=options), LENGTHS))
         for attention in (NativeAttention(kernels), paged_attention)
     )
     assert_near(got, expected, "int4")

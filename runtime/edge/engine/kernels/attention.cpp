@@ -327,7 +327,7 @@ __attribute__((noinline)) void prepare(
   if (weight) norm(to, D, weight, eps);
   const size_t at = size_t(row) * call.half_rotary;
   rotate(to, call.cos + at, call.sin + at, call.half_rotary);
-  if (call.layer.format == kInt4 && call.layer.rotate_keys) hadamard(to, D);
+  if (call.layer.rotate_keys) hadamard(to, D);
 }
 
 // ---- storing ----
@@ -994,7 +994,7 @@ void finish(const Call& call, const Task& task, int r, float sum, const float* t
   const size_t row = call.step.starts[task.sequence] + token;
   float* out = call.out + (row * layer.num_heads + head) * D;
   for (int d = 0; d < D; d += 16) store(out + d, load<Floats>(total + d) * factor);
-  if (layer.format == kInt4 && layer.rotate_values) hadamard(out, D);
+  if (layer.rotate_values) hadamard(out, D);
 }
 
 void attend(const Call& call, const Task& task, Scratch& s) {

@@ -160,10 +160,10 @@ def _layer(shape: AttentionShape, cache: KvCache, layer: int) -> _Layer:
         num_pages=cache.num_pages,
         num_side_pages=cache.side.num_side_pages if cache.side else 0,
         window=shape.window or 0,
-        rotate_keys=cache.int4.rotate_keys,
-        rotate_values=cache.int4.rotate_values,
-        sink_pages=cache.int4.sink_pages,
-        window_pages=cache.int4.window_pages,
+        rotate_keys=cache.rotates_keys,
+        rotate_values=cache.rotates_values,
+        sink_pages=cache.options.sink_pages,
+        window_pages=cache.options.window_pages,
     )
 
 

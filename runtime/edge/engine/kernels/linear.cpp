@@ -27,9 +27,13 @@ namespace {
 constexpr int kBlock = 32;      // columns of an input row that share a scale
 #if defined(__AVX512F__)
 constexpr int kTile = 12;  // rows that are multiplied at a time, at most: as many as the registers hold
+constexpr bool kSpreads = false;  // whether it is worth the memory, for many rows, to hold each code in a byte
 #else
 constexpr int kTile = 4;
+constexpr bool kSpreads = true;
 #endif
+constexpr int64_t kSpreadTiles = 4;  // how many are many
+constexpr int kSpreadBytes = 512;  // of a block's codes in a panel, where every code has a byte of its own
 constexpr int kRowBytes = 84;  // of a row's block in `Tile`, apart from the flags
 // A block with a number so many times the row's root mean square is held in 16 bits. What a gate gives has long tails:
 // with the first limit half of its blocks would be, for little.
@@ -250,15 +254,20 @@ EDGE_INLINE void add_block(const First& first, const Last& last, const int8_t* c
   });
 }
 
+// How a panel's codes are held: as they are kept, or spread, which is one of 4 bits in every byte.
+enum Held { kKept, kSpread };
+
 // Adds to `totals` (M,) the products of a block's weights with `codes` (M, 32).
-template <int M, int BITS, Columns COLUMNS>
+template <int M, int BITS, Held HELD, Columns COLUMNS>
 EDGE_INLINE void multiply_codes(const uint8_t* weights, const int8_t* codes, Ints* totals) {
   const auto vector = [=](int i) { return edge::load<Bytes>(weights + 64 * i); };
   const auto low = [=](int i) { return low_halves(vector(i)); };
   const auto high = [=](int i) { return high_halves(vector(i)); };
 #if defined(EDGE_BY_HALVES)
   Sums sums[M] = {};
-  if (BITS == 8) {
+  if (HELD == kSpread) {
+    add_block<M, COLUMNS>(vector, [=](int i) { return vector(i + 4); }, codes, sums);
+  } else if (BITS == 8) {
     add_block<M, COLUMNS>(high, [=](int i) { return high_halves(vector(i + 4)); }, codes, sums);
     unrolled<M>([&](auto m) EDGE_INLINED {
       totals[m] += add_neighbours(sums[m]) << 4;
@@ -270,7 +279,7 @@ EDGE_INLINE void multiply_codes(const uint8_t* weights, const int8_t* codes, Int
   }
   unrolled<M>([&](auto m) EDGE_INLINED { totals[m] += add_neighbours(sums[m]); });
 #else
-  if (BITS == 8)
+  if (BITS == 8 || HELD == kSpread)
     add_block<M, COLUMNS>(vector, [=](int i) { return vector(i + 4); }, codes, totals);
   else
     add_block<M, COLUMNS>(low, high, codes, totals);
@@ -279,7 +288,7 @@ EDGE_INLINE void multiply_codes(const uint8_t* weights, const int8_t* codes, Int
 
 // Adds to `out` (M,) what COLUMNS of block b contribute. A row that is held in 8 bits gets the same bits whether or not
 // another row of the tile is held in 16.
-template <int M, int BITS, bool SYMMETRIC, Columns COLUMNS>
+template <int M, int BITS, Held HELD, bool SYMMETRIC, Columns COLUMNS>
 EDGE_INLINE void multiply_block(const uint8_t* weights, const uint16_t* scales, const uint16_t* minimums,
                                 const Tile& tile, int64_t b, Floats* out) {
   constexpr int kMiddle = BITS - 1;  // the middle code of symmetric weights is 1 << kMiddle
@@ -292,7 +301,7 @@ EDGE_INLINE void multiply_block(const uint8_t* weights, const uint16_t* scales, 
   unrolled<M>([&](auto m) EDGE_INLINED {
     totals[m] = kCounted ? edge::splat(counts[m]) >> (8 - kMiddle) : Ints{};
   });
-  multiply_codes<M, BITS, COLUMNS>(weights, tile.codes + row * kBlock, totals);
+  multiply_codes<M, BITS, HELD, COLUMNS>(weights, tile.codes + row * kBlock, totals);
   Floats scale = edge::load_halves(scales);
   const Floats minimum = SYMMETRIC ? scale * -float(1 << kMiddle) : edge::load_halves(minimums);
   if (__builtin_expect(tile.is_fine[b], false)) {
@@ -303,7 +312,7 @@ EDGE_INLINE void multiply_block(const uint8_t* weights, const uint16_t* scales, 
     });
     const uint8_t* again = weights;
     __asm__("" : "+r"(again));  // else what was unpacked above is kept for here, in memory, in every block
-    multiply_codes<M, BITS, COLUMNS>(again, tile.fine_codes + row * kBlock, totals);
+    multiply_codes<M, BITS, HELD, COLUMNS>(again, tile.fine_codes + row * kBlock, totals);
   }
   unrolled<M>([&](auto m) EDGE_INLINED {
     if (!kCounted) out[m] = edge::multiply_add(minimum, edge::splat(sums[m]), out[m]);
@@ -311,29 +320,29 @@ EDGE_INLINE void multiply_block(const uint8_t* weights, const uint16_t* scales, 
   });
 }
 
-// results (M, 16) = a tile times a panel. HALVES: the weights' groups are of 16 columns. `ahead`, if any, is the panel
-// that is wanted from memory meanwhile.
-template <int M, int BITS, bool SYMMETRIC, bool HALVES>
-void multiply(const Part& part, const uint8_t* panel, const uint8_t* ahead, const Tile& tile, int64_t num_blocks,
-              Floats* results) {
-  constexpr int kCodesBytes = BITS * 64;
+// results (M, 16) = a tile times a panel, whose codes are at `codes`. HALVES: the weights' groups are of 16 columns.
+// `ahead`, if any, is the panel that is wanted from memory meanwhile.
+template <int M, int BITS, Held HELD, bool SYMMETRIC, bool HALVES>
+void multiply(const Part& part, const uint8_t* panel, const uint8_t* codes, const uint8_t* ahead, const Tile& tile,
+              int64_t num_blocks, Floats* results) {
+  constexpr int kCodesBytes = HELD == kSpread ? kSpreadBytes : BITS * 64;
   const uint16_t* scales = reinterpret_cast<const uint16_t*>(panel + part.scales_at);
   const uint16_t* minimums = reinterpret_cast<const uint16_t*>(panel + part.minimums_at);
   Floats out[M] = {};
   int32_t column = 0;  // in its group
-  for (int64_t b = 0; b < num_blocks; ++b, panel += kCodesBytes) {
+  for (int64_t b = 0; b < num_blocks; ++b, codes += kCodesBytes) {
     if (ahead) {
 #pragma GCC unroll 9
       for (int i = 0; i <= BITS; ++i) __builtin_prefetch(ahead + 64 * i);
-      ahead += kCodesBytes + 64;
+      ahead += (BITS + 1) * 64;
     }
     if (HALVES) {
-      multiply_block<M, BITS, SYMMETRIC, kFirst>(panel, scales, minimums, tile, b, out);
-      multiply_block<M, BITS, SYMMETRIC, kLast>(panel, scales + kLanes, minimums + kLanes, tile, b, out);
+      multiply_block<M, BITS, HELD, SYMMETRIC, kFirst>(codes, scales, minimums, tile, b, out);
+      multiply_block<M, BITS, HELD, SYMMETRIC, kLast>(codes, scales + kLanes, minimums + kLanes, tile, b, out);
       scales += 2 * kLanes;
       minimums += 2 * kLanes;
     } else {
-      multiply_block<M, BITS, SYMMETRIC, kAll>(panel, scales, minimums, tile, b, out);
+      multiply_block<M, BITS, HELD, SYMMETRIC, kAll>(codes, scales, minimums, tile, b, out);
       column += kBlock;
       if (column == part.group) {
         column = 0;
@@ -345,19 +354,24 @@ void multiply(const Part& part, const uint8_t* panel, const uint8_t* ahead, cons
   unrolled<M>([&](auto m) EDGE_INLINED { results[m] = out[m]; });
 }
 
-using Multiply = void (*)(const Part&, const uint8_t*, const uint8_t*, const Tile&, int64_t, Floats*);
+using Multiply = void (*)(const Part&, const uint8_t*, const uint8_t*, const uint8_t*, const Tile&, int64_t, Floats*);
+
+template <int M, int BITS, Held HELD>
+Multiply choose(const Part& part) {
+  static constexpr Multiply kAll[] = {
+      multiply<M, BITS, HELD, false, false>, multiply<M, BITS, HELD, false, true>,
+      multiply<M, BITS, HELD, true, false>, multiply<M, BITS, HELD, true, true>,
+  };
+  return kAll[(part.symmetric != 0) * 2 + (part.group == 16)];
+}
 
 template <int M>
 Multiply choose(const Part& part) {
-  static constexpr Multiply kAll[] = {
-      multiply<M, 4, false, false>, multiply<M, 4, false, true>, multiply<M, 4, true, false>,
-      multiply<M, 4, true, true>,   multiply<M, 8, false, false>, multiply<M, 8, false, true>,
-      multiply<M, 8, true, false>,  multiply<M, 8, true, true>,
-  };
-  return kAll[(part.bits == 8) * 4 + (part.symmetric != 0) * 2 + (part.group == 16)];
+  return part.bits == 8 ? choose<M, 8, kKept>(part) : choose<M, 4, kKept>(part);
 }
 
-Multiply choose(const Part& part, int height) {
+Multiply choose(const Part& part, int height, Held held) {
+  if (held == kSpread) return choose<kTile, 4, kSpread>(part);
   switch (height) {
     case 1: return choose<1>(part);
     case 2: return choose<2>(part);
@@ -366,6 +380,18 @@ Multiply choose(const Part& part, int height) {
     case 8: return choose<8>(part);
 #endif
     default: return choose<kTile>(part);
+  }
+}
+
+// Codes of 4 bits, (blocks, 4, 64), spread.
+void spread(const uint8_t* codes, int64_t num_blocks, uint8_t* to) {
+  for (int64_t b = 0; b < num_blocks; ++b, to += kSpreadBytes) {
+    unrolled<4>([&](auto i) EDGE_INLINED {
+      const Bytes both = edge::load<Bytes>(codes);
+      edge::store(to + 64 * i, low_halves(both));
+      edge::store(to + 64 * (i + 4), high_halves(both));
+      codes += 64;
+    });
   }
 }
 
@@ -469,9 +495,15 @@ class Call {
     column += output;
     const uint8_t* weights = part.panels + panel * part.panel_bytes;
     const uint8_t* ahead = weights + ceil_div(kAheadBytes, part.panel_bytes) * part.panel_bytes;
+    // To take codes of 4 bits apart costs as much as an eighth of a product; with many rows it is done once for all.
+    const bool is_spread = kSpreads && part.bits == 4 && last_tile - first_tile >= kSpreadTiles;
+    uint8_t* const spread_codes = is_spread ? scratch<2>(num_blocks_ * kSpreadBytes) : nullptr;
+    if (is_spread) spread(weights, num_blocks_, spread_codes);
     for (int64_t tile = first_tile; tile < last_tile; ++tile) {
+      const Held held = is_spread && height(tile) == kTile ? kSpread : kKept;
       Floats results[kTile];
-      choose(part, height(tile))(part, weights, ahead, tile_at(tile), num_blocks_, results);
+      choose(part, height(tile), held)(part, weights, held == kSpread ? spread_codes : weights, ahead, tile_at(tile),
+                                       num_blocks_, results);
       ahead = nullptr;
       const int64_t row = tile * kTile;
       put(results, std::min<int64_t>(kTile, num_rows_ - row), width, matrix_.bias ? matrix_.bias + column : nullptr,

@@ -288,9 +288,23 @@ EDGE_INLINE void store_bytes(int8_t* to, Ints v) {
 #endif
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// What `join` makes of all lanes, in any order.
+template <class Join>
+EDGE_INLINE int32_t joined(Ints v, const Join& join) {
+  const __m256i both = (__m256i)v.part[0], other = (__m256i)v.part[1];
+  __m128i four = join(join(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1)),
+                      join(_mm256_castsi256_si128(other), _mm256_extracti128_si256(other, 1)));
+  four = join(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(join(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+#endif
+
 EDGE_INLINE int32_t sum(Ints v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_epi32((__m512i)v);
+#elif defined(__AVX2__)
+  return joined(v, [](__m128i a, __m128i b) EDGE_INLINED { return _mm_add_epi32(a, b); });
 #else
   int32_t lanes[kLanes], total = 0;
   store(lanes, v);
@@ -311,6 +325,8 @@ EDGE_INLINE float sum(Floats v) {
 EDGE_INLINE int32_t largest(Ints v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_epi32((__m512i)v);
+#elif defined(__AVX2__)
+  return joined(v, [](__m128i a, __m128i b) EDGE_INLINED { return _mm_max_epi32(a, b); });
 #else
   int32_t lanes[kLanes];
   store(lanes, v);

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -29,6 +31,7 @@ from edge.errors import EdgeError, MethodNotAllowed, RequestAborted, UnknownRout
 from edge.node.api.accounts import Accounts
 from edge.node.api.batches import BatchRoutes
 from edge.node.api.binding import Binding
+from edge.node.api.bodies import Bodies, Held
 from edge.node.api.callers import Context
 from edge.node.api.embeddings import EmbeddingRoutes
 from edge.node.api.failures import ErrorStyle, error_response
@@ -48,6 +51,8 @@ MAX_URL_BYTES = 32 << 10
 DEFAULT_CONFIG = ApiConfig()
 BODY_TIMEOUT_S = 60.0
 """How long nothing of a request's body may come."""
+MIN_BODY_BYTES_PER_S = 16 << 10
+"""How fast a body has to come that takes longer than that: it takes a part of what all bodies may."""
 _PREFLIGHT_S = 3600
 """How long a browser may remember what a preflight request was answered."""
 _MAX_SHOWN_CHARS = 200
@@ -95,10 +100,17 @@ def routes(
     # A mount in between would match what is not there, too: its own "not found" would not be ours.
     native = [*platform, *_below("/accounts/{account}/ai", ai), *_below("/accounts/{account}/ai/v1", v1)]
     return [
-        Mount(PREFIX, app=_with_cors(_Api(native, config), config)),
-        Mount(OPENAI_PREFIX, app=_with_cors(_Api(v1, config), config)),
+        _mount(PREFIX, _with_cors(_Api(native, context.bodies, config), config)),
+        _mount(OPENAI_PREFIX, _with_cors(_Api(v1, context.bodies, config), config)),
         Route("/healthz", _healthz(health), methods=["GET"]),
     ]
+
+
+def _mount(prefix: str, app: ASGIApp) -> Mount:
+    """`app` for every path below `prefix`, also one with a line break, which Starlette's own pattern leaves out."""
+    mount = Mount(prefix, app=app)
+    mount.path_regex = re.compile(mount.path_regex.pattern, re.DOTALL)
+    return mount
 
 
 def _healthz(health: Health) -> Callable[[Request], Awaitable[Response]]:
@@ -111,7 +123,8 @@ def _healthz(health: Health) -> Callable[[Request], Awaitable[Response]]:
 class _Api:
     """ASGI app of everything under a prefix."""
 
-    def __init__(self, routes: list[Route], config: ApiConfig) -> None:
+    def __init__(self, routes: list[Route], bodies: Bodies, config: ApiConfig) -> None:
+        self._bodies = bodies
         self._config = config
         self._routes = routes
         self._router = Router(routes, redirect_slashes=False, default=_no_such_route)
@@ -121,10 +134,17 @@ class _Api:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1003, "reason": "WebSockets are not supported yet"})
             return
+        held = Held(self._bodies)
+        try:
+            await self._serve(scope, receive, send, held)
+        finally:
+            held.release()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, held: Held) -> None:
         request_id, report = new_id(), CallReport()
         state = scope.setdefault("state", {})
-        state |= {"request_id": request_id, "report": report, "api": self._config}
-        scope["path"] = _tidied(scope["path"])
+        state |= {"request_id": request_id, "report": report, "held": held, "api": self._config}
+        scope["path"] = tidied(scope["path"])
         head_sent = False
 
         async def send_with_headers(message: Message) -> None:
@@ -148,7 +168,7 @@ class _Api:
         except HTTPException as error:
             failure, headers = self._translated(error, scope)
         except Exception:
-            _log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
+            _log.exception("request %s failed: %s %r", request_id, scope["method"], scope["path"])
             failure = EdgeError("internal error; the node's log has the reason under this id")
         if head_sent:  # nothing but an unfinished response can tell the client now
             raise failure
@@ -169,11 +189,13 @@ class _Api:
 
 
 class _Body:
-    """What comes of a request: a body that stops coming is not waited for."""
+    """What comes of a request: a body that stops coming, or comes too slowly, is not waited for."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._is_complete = False
+        self._since_s = time.monotonic()
+        self._num_bytes = 0
 
     async def receive(self) -> Message:
         """See ASGI."""
@@ -185,6 +207,13 @@ class _Body:
         except TimeoutError:
             raise RequestAborted(f"nothing more of the request's body came for {BODY_TIMEOUT_S:g} s") from None
         self._is_complete = not message.get("more_body", False)
+        self._num_bytes += len(message.get("body", b""))
+        limit_s = BODY_TIMEOUT_S + self._num_bytes / MIN_BODY_BYTES_PER_S
+        if not self._is_complete and time.monotonic() - self._since_s > limit_s:
+            raise RequestAborted(
+                f"{self._num_bytes} bytes of the request's body took over {limit_s:.0f} s, and it is not complete: "
+                f"send at least {MIN_BODY_BYTES_PER_S} bytes a second"
+            )
         return message
 
 
@@ -202,7 +231,18 @@ def _with_cors(app: ASGIApp, config: ApiConfig) -> ASGIApp:
     )
 
 
-def _tidied(path: str) -> str:
+def is_preflight(method: str, headers: Headers, config: ApiConfig) -> bool:
+    """Whether a request is a browser's question on behalf of a page that may call the API, with a token, from afar."""
+    wanted = [name.strip().lower() for name in headers.get("access-control-request-headers", "").split(",")]
+    return (
+        method == "OPTIONS"
+        and "access-control-request-method" in headers
+        and not {"authorization", "x-auth-key"}.isdisjoint(wanted)
+        and ("*" in config.cors_origins or headers.get("origin", "") in config.cors_origins)
+    )
+
+
+def tidied(path: str) -> str:
     """`path` without empty segments, which clients make of a base URL that ends in a slash."""
     return re.sub("/{2,}", "/", path.rstrip("/")) if path.endswith("/") or "//" in path else path
 

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from edge.ai.listing import page_info
 from edge.billing.times import iso_time
 from edge.node.api.bodies import count
 from edge.node.api.callers import Context
@@ -80,11 +81,4 @@ def page_of(items: Sequence[Any], request: Request) -> dict[str, Any]:
     page = count(request.query_params, "page", 1, _MAX_PAGE)
     per_page = count(request.query_params, "per_page", _MAX_PER_PAGE, _MAX_PER_PAGE)
     shown = items[(page - 1) * per_page : page * per_page]
-    info = {
-        "page": page,
-        "per_page": per_page,
-        "count": len(shown),
-        "total_count": len(items),
-        "total_pages": -(-len(items) // per_page),
-    }
-    return envelope(shown) | {"result_info": info}
+    return envelope(shown) | {"result_info": page_info(page, per_page, len(shown), len(items))}

@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from edge.ai import batch_native, batch_openai
 from edge.ai.batch import Batches
+from edge.ai.listing import page_info
 from edge.auth import scopes
 from edge.errors import NotSupported
 from edge.node.api.bodies import count
@@ -52,25 +53,20 @@ class BatchRoutes:
         per_page = count(request.query_params, "per_page", _DEFAULT_LIMIT, _MAX_LIMIT)
         found = await batches.store.page(account, is_native=True, offset=(page - 1) * per_page, limit=per_page)
         total = await batches.store.count(account)
-        info = {
-            "page": page,
-            "per_page": per_page,
-            "count": len(found),
-            "total_count": total,
-            "total_pages": -(-total // per_page),
-        }
+        info = page_info(page, per_page, len(found), total)
         return json_response(envelope([batch_native.state_object(*each) for each in found]) | {"result_info": info})
 
     async def get_native(self, request: Request) -> Response:
         """`GET ai/batches/{request_id}`: how far it is, without its answers."""
         account = self._context.principal(request, "rest", scopes.AI_READ).account
-        found = await batches_of(self._context).store.get(account, request.path_params["batch"])
+        found = await batches_of(self._context).store.get(account, request.path_params["batch"], is_native=True)
         return json_response(envelope(batch_native.state_object(*found)))
 
     async def cancel_native(self, request: Request) -> Response:
         """`POST ai/batches/{request_id}/cancel`: what has not begun is given up."""
         account = self._context.principal(request, "rest").account
-        return json_response(envelope(batch_native.state_object(*await self._cancelled(account, request))))
+        found = await self._cancelled(account, request, is_native=True)
+        return json_response(envelope(batch_native.state_object(*found)))
 
     async def create(self, request: Request) -> Response:
         """`POST batches`."""
@@ -90,20 +86,21 @@ class BatchRoutes:
     async def get(self, request: Request) -> Response:
         """`GET batches/{batch}`."""
         account = self._context.principal(request, "openai", scopes.AI_READ).account
-        found = await batches_of(self._context).store.get(account, request.path_params["batch"])
+        found = await batches_of(self._context).store.get(account, request.path_params["batch"], is_native=False)
         return json_response(batch_openai.batch_object(*found))
 
     async def cancel(self, request: Request) -> Response:
         """`POST batches/{batch}/cancel`."""
         account = self._context.principal(request, "openai").account
-        return json_response(batch_openai.batch_object(*await self._cancelled(account, request)))
+        found = await self._cancelled(account, request, is_native=False)
+        return json_response(batch_openai.batch_object(*found))
 
-    async def _cancelled(self, account: str, request: Request) -> Any:
+    async def _cancelled(self, account: str, request: Request, *, is_native: bool) -> Any:
         batches = batches_of(self._context)
         batch = request.path_params["batch"]
-        await batches.store.cancel(account, batch, batches.now)
+        await batches.store.cancel(account, batch, batches.now, is_native=is_native)
         batches.wake()
-        return await batches.store.get(account, batch)
+        return await batches.store.get(account, batch, is_native=is_native)
 
 
 def batches_of(context: Context) -> Batches:

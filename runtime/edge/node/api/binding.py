@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from edge.ai.answers import AnswerStream
-from edge.ai.inputs import Binary
+from edge.ai.inputs import Binary, FormInputs
 from edge.ai.listing import search_models
 from edge.ai.native import run_binding
 from edge.auth import scopes
@@ -71,7 +71,10 @@ class Binding:
             self._context.principal(request, "binding")
         except Unauthorized as error:
             raise TunnelUnauthorized(error.message) from error
-        url = urlsplit(request.headers.get("x-forwarded", ""))
+        try:
+            url = urlsplit(request.headers.get("x-forwarded", ""))
+        except ValueError as error:  # brackets around what is no IPv6 address, say
+            raise InvalidJson(f"the header X-Forwarded is no address: {error}") from error
         if not url.path:
             raise InvalidJson("the header X-Forwarded is missing: it has the address that the binding asked for")
         return await self._answer(request, None, url.path.lstrip("/"), dict(parse_qsl(url.query)))
@@ -115,7 +118,7 @@ class Binding:
                 if isinstance(body, Binary):
                     yield msgspec.structs.replace(body, inputs=beside), options
                 else:
-                    yield body | beside, options
+                    yield FormInputs(body | beside), options
             return
         async with bodies.json_of(request) as body:
             if not isinstance(body, dict) or not isinstance(body.get("options") or {}, dict):

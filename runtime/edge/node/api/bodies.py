@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 from starlette.requests import Request
 
-from edge.ai.inputs import Binary
+from edge.ai.inputs import Binary, FormInputs
 from edge.errors import InvalidInput, InvalidJson, OutOfCapacity, RequestTooLarge, UnsupportedContent
 from edge.node.api.forms import Form, read_form
 from edge.node.api.json_size import check_json_size
@@ -40,13 +40,13 @@ class Bodies:
             InvalidJson: it is no JSON.
         """
         async with self.bytes_of(request) as body:
-            yield _decoded(body)
+            yield _decoded(body, request.headers.get("content-type", ""))
 
     @asynccontextmanager
     async def inputs_of(self, request: Request, *, is_json: bool = True) -> AsyncIterator[Any]:
-        """The inputs of a call: a JSON value; bytes, as a `Binary`; or a form, as an object of its fields and files.
+        """The inputs of a call: a JSON value; bytes, as a `Binary`; or a form, as `FormInputs`.
 
-        Fields of forms are text, and files are `Binary`s. A content type that says nothing means JSON, if `is_json`.
+        A content type that says nothing means JSON, if `is_json`.
 
         Raises:
             InvalidInput: it is no form, though its content type says so.
@@ -56,7 +56,8 @@ class Bodies:
         match _kind(content_type):
             case "form":
                 async with self.form_of(request) as form:
-                    yield form.fields | {file.name: Binary(file.content_type, file.data) for file in form.files}
+                    files = {file.name: Binary(file.content_type, file.data) for file in form.files}
+                    yield FormInputs(form.fields | files)
             case "json" if is_json:
                 async with self.json_of(request) as value:
                     yield value
@@ -66,9 +67,16 @@ class Bodies:
 
     @asynccontextmanager
     async def form_of(
-        self, request: Request, *, max_bytes: int = MAX_BODY_BYTES, folder: Path | None = None
+        self,
+        request: Request,
+        *,
+        max_bytes: int = MAX_BODY_BYTES,
+        folder: Path | None = None,
+        reserve: Callable[[int], Awaitable[None]] | None = None,
     ) -> AsyncIterator[Form]:
         """The multipart form in the body of `request`; its files are written to `folder`, or counted as under way.
+
+        `reserve`: as in `read_form`.
 
         Raises:
             UnsupportedContent: it is compressed, or no form.
@@ -77,10 +85,10 @@ class Bodies:
         content_type = request.headers.get("content-type", "")
         if _kind(content_type) != "form":
             raise UnsupportedContent(f"the body is {content_type[:100]!r}: send a form, as multipart/form-data")
-        held = _Held(self, max_bytes, is_counted=folder is None)
+        held = Held(self, max_bytes, is_counted=folder is None)
         try:
             async with aclosing(held.chunks(request)) as chunks:
-                form = await read_form(chunks, content_type, folder)
+                form = await read_form(chunks, content_type, folder, reserve)
             yield form
         finally:
             held.release()
@@ -88,7 +96,7 @@ class Bodies:
     @asynccontextmanager
     async def bytes_of(self, request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> AsyncIterator[bytearray]:
         """The body of `request` as it came. The same is raised as by `json_of`, but for its JSON."""
-        held = _Held(self, max_bytes)
+        held = Held(self, max_bytes)
         try:
             body = bytearray()
             async with aclosing(held.chunks(request)) as chunks:
@@ -99,10 +107,10 @@ class Bodies:
             held.release()
 
 
-class _Held:
-    """What one request has of `Bodies`."""
+class Held:
+    """What one request has of `Bodies`, until it is released."""
 
-    def __init__(self, bodies: Bodies, max_bytes: int, *, is_counted: bool = True) -> None:
+    def __init__(self, bodies: Bodies, max_bytes: int = MAX_BODY_BYTES, *, is_counted: bool = True) -> None:
         self._bodies = bodies
         self._max_bytes = max_bytes
         self._is_counted = is_counted
@@ -121,13 +129,22 @@ class _Held:
             if num_bytes > self._max_bytes:
                 raise RequestTooLarge(f"the request body is over the limit of {self._max_bytes} bytes")
             if self._is_counted:
-                self._num_bytes += len(chunk)
-                self._bodies.num_bytes += len(chunk)
-                if self._bodies.num_bytes > MAX_HELD_BYTES:
-                    raise OutOfCapacity("too many large requests are under way; try again later", retry_after_s=1)
+                self.take(len(chunk))
             yield chunk
 
+    def take(self, num_bytes: int) -> None:
+        """Count so many bytes more as under way.
+
+        Raises:
+            OutOfCapacity: all requests have too many together.
+        """
+        self._num_bytes += num_bytes
+        self._bodies.num_bytes += num_bytes
+        if self._bodies.num_bytes > MAX_HELD_BYTES:
+            raise OutOfCapacity("too many large requests are under way; try again later", retry_after_s=1)
+
     def release(self) -> None:
+        """Nothing of it is under way any more."""
         self._bodies.num_bytes -= self._num_bytes
         self._num_bytes = 0
 
@@ -141,16 +158,25 @@ def _kind(content_type: str) -> Literal["form", "bytes", "json"]:
     return "bytes" if is_bytes else "json"
 
 
-def _decoded(body: bytearray) -> Any:
+def _decoded(body: bytearray, content_type: str) -> Any:
     if not body:
         raise InvalidJson("the request has no body: send a JSON object")
     check_json_size(body)
     try:
         return msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise InvalidJson(f"the request body is not JSON: {error}") from error
+        raise InvalidJson(f"the request body is not JSON: {error}{_hint(content_type)}") from error
     except RecursionError as error:
         raise InvalidJson("the request body is nested too deeply") from error
+
+
+def _hint(content_type: str) -> str:
+    if content_type.partition(";")[0].strip().lower() != "application/x-www-form-urlencoded":
+        return ""
+    return (
+        "; it is a form of the type application/x-www-form-urlencoded, which is not taken: send JSON with the header "
+        "Content-Type: application/json, or a multipart form (`curl -F`)"
+    )
 
 
 def count(query: Mapping[str, str], key: str, default: int, limit: int) -> int:

@@ -34,7 +34,13 @@ class Context:
         """
         account = self.grant(request, scope).account
         state = request.state
-        return Principal(account=account, trigger=trigger, request_id=state.request_id, report=state.report)
+        return Principal(
+            account=account,
+            trigger=trigger,
+            request_id=state.request_id,
+            report=state.report,
+            hold=state.held.take,
+        )
 
     def grant(self, request: Request, scope: str | None = None) -> Grant:
         """What the request's token allows, with the checks of `principal`; without `scope` any token will do."""

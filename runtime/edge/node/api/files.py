@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from edge.ai.batch_openai import file_object, page_object
+from edge.ai.fields import Choice, Custom, Fields, Table
 from edge.auth import scopes
-from edge.errors import InvalidInput, UnknownFile
+from edge.errors import UnknownFile
 from edge.node.api.batches import batches_of
 from edge.node.api.bodies import count
 from edge.node.api.callers import Context
+from edge.node.api.forms import Upload
 from edge.node.api.responses import json_response
 
 MAX_FILE_BYTES = 200 << 20
@@ -20,6 +24,22 @@ _FORM_BYTES = 1 << 20
 _MAX_NAME_CHARS = 255
 _DEFAULT_LIMIT = 10_000
 _MAX_LIMIT = 10_000
+
+
+def _read_file(fields: Fields, path: str, value: Any) -> Upload | None:
+    if isinstance(value, Upload):
+        return value
+    fields.problem(path, "is a field: send it as a file, with a filename")
+    return None
+
+
+FILE: Table = {
+    "purpose": Choice("There is no other use here.", values=("batch",), required=True),
+    "file": Custom(
+        "A call per line, as JSON.", json={"type": "string", "format": "binary"}, reader=_read_file, required=True
+    ),
+}
+"""The form with which a file is made."""
 
 
 class FileRoutes:
@@ -46,23 +66,16 @@ class FileRoutes:
         """`POST files`: a form of `purpose` and `file`."""
         account = self._context.principal(request, "openai").account
         batches = batches_of(self._context)
-        await batches.store.check_room(account)
         max_bytes = MAX_FILE_BYTES + _FORM_BYTES
         async with (
-            batches.store.scratch() as folder,
-            self._context.bodies.form_of(request, max_bytes=max_bytes, folder=folder) as form,
+            batches.store.files.upload(account) as (folder, reserve),
+            self._context.bodies.form_of(request, max_bytes=max_bytes, folder=folder, reserve=reserve) as form,
         ):
-            if form.fields.get("purpose") != "batch":
-                raise InvalidInput(
-                    f"bad input: purpose is {form.fields.get('purpose', '')[:40]!r}, must be batch, the only one that "
-                    "has a use here",
-                    param="purpose",
-                )
-            file = next((each for each in form.files if each.name == "file"), None)
-            if file is None or file.path is None:
-                raise InvalidInput("bad input: the form has no file in its field `file`", param="file")
+            fields = Fields({**form.fields, **{file.name: file for file in form.files}}, "the form", FILE)
+            purpose, file = fields["purpose"], fields["file"]
+            fields.raise_problems()
             name = file.filename[-_MAX_NAME_CHARS:]
-            stored = await batches.store.add_file(account, name, "batch", batches.now, file.path)
+            stored = await batches.store.files.add(account, name, purpose, batches.now, file.path)
         return json_response(file_object(stored, batches.retention_s))
 
     async def list(self, request: Request) -> Response:
@@ -71,7 +84,7 @@ class FileRoutes:
         batches = batches_of(self._context)
         query = request.query_params
         limit = count(query, "limit", _DEFAULT_LIMIT, _MAX_LIMIT)
-        found = await batches.store.files(
+        found = await batches.store.files.page(
             account, purpose=query.get("purpose") or None, after=query.get("after") or None, limit=limit + 1
         )
         return json_response(page_object([file_object(each, batches.retention_s) for each in found], limit))
@@ -80,15 +93,15 @@ class FileRoutes:
         """`GET files/{file}`."""
         account = self._context.principal(request, "openai", scopes.AI_READ).account
         batches = batches_of(self._context)
-        file = await batches.store.file(account, request.path_params["file"])
+        file = await batches.store.files.get(account, request.path_params["file"])
         return json_response(file_object(file, batches.retention_s))
 
     async def content(self, request: Request) -> Response:
         """`GET files/{file}/content`: the bytes of the file."""
         account = self._context.principal(request, "openai", scopes.AI_READ).account
         store = batches_of(self._context).store
-        file = await store.file(account, request.path_params["file"])
-        path = store.path(file)
+        file = await store.files.get(account, request.path_params["file"])
+        path = store.files.path(file)
         if not path.is_file():
             raise UnknownFile(f"the file {file.id!r} has just been removed")
         return FileResponse(path, media_type="application/octet-stream")
@@ -97,5 +110,5 @@ class FileRoutes:
         """`DELETE files/{file}`."""
         account = self._context.principal(request, "openai").account
         id = request.path_params["file"]
-        await batches_of(self._context).store.remove_file(account, id)
+        await batches_of(self._context).store.files.remove(account, id)
         return json_response({"id": id, "object": "file", "deleted": True})

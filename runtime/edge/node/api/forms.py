@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,6 +17,7 @@ import msgspec
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
+from edge.ai.batch_disk import check_space
 from edge.errors import InvalidInput, RequestTooLarge
 
 MAX_PARTS = 100
@@ -24,6 +25,8 @@ MAX_FIELDS_BYTES = 1 << 20
 """Of all parts that are no files, together."""
 _MAX_HEADERS = 16
 _MAX_HEADER_BYTES = 8 << 10
+_MAX_BOUNDARIES = 1000
+"""Those between parts, and those in the content after which no part comes: the parser takes long for each of them."""
 _PIECE_BYTES = 1 << 20
 """What is read of a body before it is taken apart."""
 
@@ -45,24 +48,30 @@ class Form(msgspec.Struct, frozen=True):
     files: list[Upload]
 
 
-async def read_form(chunks: AsyncIterator[bytes], content_type: str, folder: Path | None = None) -> Form:
+async def read_form(
+    chunks: AsyncIterator[bytes],
+    content_type: str,
+    folder: Path | None = None,
+    reserve: Callable[[int], Awaitable[None]] | None = None,
+) -> Form:
     """The form that `chunks` are; its files are in memory, or in new files in `folder`, which are on disk then.
 
-    What is in `folder` after an error is for the caller to remove.
+    What is in `folder` after an error is for the caller to remove. `reserve` is called with a number of bytes before
+    so many more are written there, and raises if they may not be.
 
     Raises:
         InvalidInput: it is no such form.
         RequestTooLarge: it has too many parts, or too much in those that are no files.
+        DiskFull: its files would take of the disk what the node needs for itself.
         OSError: a file cannot be written.
     """
     reader = _Reader(folder)
     parser = _parser(reader, content_type)
     try:
         async for piece in _pieces(chunks):
-            if folder is None:
-                parser.write(piece)
-            else:  # disks can be slow
-                await asyncio.to_thread(parser.write, piece)
+            if reserve is not None:
+                await reserve(len(piece))
+            await asyncio.to_thread(_write, reader, parser, piece, folder)  # the parser can be slow, and so can disks
         await asyncio.to_thread(reader.sync)
     except FormParserError as error:
         raise InvalidInput(f"the body is no form with the boundary in its Content-Type: {error}") from error
@@ -71,6 +80,13 @@ async def read_form(chunks: AsyncIterator[bytes], content_type: str, folder: Pat
     if not reader.is_over:
         raise InvalidInput("the form ends before its closing boundary: the request was cut short")
     return Form(reader.fields, reader.files)
+
+
+def _write(reader: _Reader, parser: MultipartParser, piece: bytes, folder: Path | None) -> None:
+    if folder is not None:
+        check_space(folder)
+    reader.found(piece.count(parser.boundary))
+    parser.write(piece)
 
 
 async def _pieces(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -118,12 +134,20 @@ class _Reader:
         self._opened: list[BinaryIO] = []
         self._num_parts = 0
         self._num_field_bytes = 0
+        self._num_boundaries = 0
         self._header = [b"", b""]
         self._headers: dict[bytes, bytes] = {}
         self._name = ""
         self._filename: str | None = None
         self._path: Path | None = None
         self._content = bytearray()
+
+    def found(self, num_boundaries: int) -> None:
+        self._num_boundaries += num_boundaries
+        if self._num_boundaries > _MAX_BOUNDARIES:
+            raise InvalidInput(
+                f"the boundary is in the form over {_MAX_BOUNDARIES} times: choose one that is not in the files"
+            )
 
     def begin(self) -> None:
         self._num_parts += 1

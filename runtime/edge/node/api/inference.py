@@ -19,8 +19,6 @@ from edge.node.api.responses import envelope, json_response, stream_or_nothing
 from edge.node.connection import hung_up, while_connected
 
 _Answer = Callable[[Gate, Principal, Any], Coroutine[Any, Any, dict[str, Any] | AnswerStream]]
-_FALSE = ("", "0", "false")
-"""Query parameters that ask for nothing."""
 
 
 class Inference:
@@ -47,7 +45,7 @@ class Inference:
     async def run(self, request: Request) -> Response:
         """`POST ai/run/{model}`."""
         principal = self._context.principal(request, "rest")
-        options: dict[str, Any] = {k: v for k, v in request.query_params.items() if v not in _FALSE}
+        options: dict[str, Any] = dict(request.query_params)
         async with self._context.bodies.inputs_of(request) as inputs:
             if isinstance(inputs, dict) and isinstance(inputs.get("options"), dict):
                 options |= inputs["options"]

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from functools import cache
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import msgspec
@@ -22,7 +22,7 @@ from edge.ai import completions, embeddings, response_bodies, schemas
 from edge.ai.fields import object_schema
 from edge.ai.stream_schemas import EVENTS
 from edge.ai.task_schemas import RESULTS, described, input_schemas, list_of
-from edge.node.api.operations import OPERATIONS, PATH, Operation, ref
+from edge.node.api.operations import OBJECTS, OPERATIONS, PATH, Operation, ref
 from edge.node.api.responses import json_response
 
 _ACCOUNT = "/client/v4/accounts/{account}"
@@ -32,6 +32,8 @@ _INTEGER = {"type": "integer"}
 _ANY: dict[str, Any] = {}
 _MIN_SHARED_BYTES = 80
 """Of schemas that have a name of their own, if they occur more than once."""
+_CONTAINERS = ("result", "data")
+"""Properties whose name says nothing about what they hold."""
 
 
 class OpenApi:
@@ -76,6 +78,7 @@ def document() -> dict[str, Any]:
                 **input_schemas(),
                 **RESULTS,
                 **EVENTS,
+                **OBJECTS,
                 "ChatBody": schemas.chat_schema(),
                 "Completion": object_schema(completions.COMPLETION),
                 "ResponseBody": object_schema(response_bodies.RESPONSE),
@@ -86,6 +89,11 @@ def document() -> dict[str, Any]:
                 "ResultInfo": described(
                     dict.fromkeys(("page", "per_page", "count", "total_count", "total_pages"), _INTEGER)
                 ),
+            },
+            "parameters": {
+                name: {"name": name, "in": "path", "required": True, "schema": {**_STRING, "minLength": 1}}
+                for path in paths
+                for name in _names_in(path)
             },
             "responses": dict(_error_responses()),
         },
@@ -102,11 +110,12 @@ def _full_paths(path: str) -> list[str]:
     return [path if path in ("/healthz", PATH) else f"/client/v4{path}"]
 
 
+def _names_in(path: str) -> list[str]:
+    return re.findall(r"{(\w+)}", path)
+
+
 def _described(operation: Operation, method: str, path: str) -> dict[str, Any]:
-    in_path = [
-        {"name": name, "in": "path", "required": True, "schema": {**_STRING, "minLength": 1}}
-        for name in re.findall(r"{(\w+)}", path)
-    ]
+    in_path = [{"$ref": f"#/components/parameters/{name}"} for name in _names_in(path)]
     in_query = [
         {"name": name, "in": "query", "required": field.required, "schema": field.json_type() | _default(field.default)}
         | ({"description": field.description} if field.description else {})
@@ -115,9 +124,7 @@ def _described(operation: Operation, method: str, path: str) -> dict[str, Any]:
     name = re.sub(r"\W+", "_", path.removeprefix("/client/v4")).strip("_")
     style = "OpenAi" if "/v1/" in path else "Binding" if path in _BINDING else ""
     failures = (
-        {}
-        if operation.is_open
-        else {kind: {"$ref": f"#/components/responses/{style}Error{kind}"} for kind in _KINDS}
+        {} if operation.is_open else {kind: {"$ref": f"#/components/responses/{style}Error{kind}"} for kind in _KINDS}
     )
     return {
         "operationId": f"{method.lower()}_{name}",
@@ -155,7 +162,7 @@ def _answer(operation: Operation) -> dict[str, Any]:
 def _stream(events: tuple[str, ...]) -> dict[str, Any]:
     return {
         **_STRING,
-        "description": "Server-sent events. The `data` of each is JSON, but for the `[DONE]` at the end of all streams.",
+        "description": "Server-sent events. The `data` of each is JSON, but for the last one, which is `[DONE]`.",
         "contentMediaType": "text/event-stream",
         "contentSchema": {"anyOf": [ref(name) for name in (*events, "ErrorEvent")]},
     }
@@ -208,47 +215,46 @@ def _error_responses() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _with_shared(whole: dict[str, Any]) -> dict[str, Any]:
     """`whole`, in which a property that is described more than once is described among the components, by its name."""
-    components = whole["components"]["schemas"]
-    seen: Counter[bytes] = Counter()
-    for _, schema in _properties(whole):
-        seen[_text(schema)] += 1
-    names: dict[bytes, str] = {}
+    schemas = dict(whole["components"]["schemas"])
+    names = {_text(schema): name for name, schema in schemas.items()}
+    num_seen = Counter(_text(schema) for _, schema in _properties(whole))
     for key, schema in _properties(whole):
         text = _text(schema)
-        if seen[text] > 1 and len(text) >= _MIN_SHARED_BYTES and text not in names:
-            base = "".join(part.capitalize() for part in key.split("_"))
-            taken = {*components, *names.values()}
-            names[text] = next(
-                name for name in (base, *(f"{base}{number}" for number in count(2))) if name not in taken
-            )
-    shared = {name: _replaced(msgspec.json.decode(text), names, is_named=True) for text, name in names.items()}
-    whole = _replaced(whole, names)
-    whole["components"]["schemas"] |= shared
+        if key not in _CONTAINERS and num_seen[text] > 1 and len(text) >= _MIN_SHARED_BYTES and text not in names:
+            names[text] = _free_name("".join(part.capitalize() for part in key.split("_")), schemas)
+            schemas[names[text]] = schema
+    whole = _with_references(whole, names)
+    whole["components"]["schemas"] = {
+        name: {key: _with_references(value, names) for key, value in schema.items()} for name, schema in schemas.items()
+    }
     return whole
 
 
+def _free_name(wanted: str, taken: Container[str]) -> str:
+    return next(name for name in chain([wanted], (f"{wanted}{number}" for number in count(2))) if name not in taken)
+
+
 def _properties(value: Any) -> Iterator[tuple[str, Any]]:
-    """The name and schema of every property in `value`, those that hold others before these."""
-    if isinstance(value, dict):
-        properties = value.get("properties")
-        if isinstance(properties, dict):
-            yield from properties.items()
-        for each in value.values():
-            yield from _properties(each)
-    elif isinstance(value, list):
+    """The name and schema of every property in `value`, each before those in it."""
+    if isinstance(value, list):
         for each in value:
             yield from _properties(each)
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            is_map = key == "properties" and isinstance(inner, dict)
+            if is_map:
+                yield from inner.items()
+            yield from _properties(list(inner.values()) if is_map else inner)  # a property can be called so itself
 
 
-def _replaced(value: Any, names: dict[bytes, str], *, is_named: bool = False) -> Any:
-    """`value` with references in place of the schemas in `names`; `is_named`: not for itself."""
+def _with_references(value: Any, names: Mapping[bytes, str]) -> Any:
+    """`value` with references in place of the schemas in `names`, which are by their JSON."""
     if isinstance(value, list):
-        return [_replaced(each, names) for each in value]
+        return [_with_references(each, names) for each in value]
     if not isinstance(value, dict):
         return value
-    if not is_named and (name := names.get(_text(value))) is not None:
-        return ref(name)
-    return {key: _replaced(each, names) for key, each in value.items()}
+    name = names.get(_text(value))
+    return {key: _with_references(each, names) for key, each in value.items()} if name is None else ref(name)
 
 
 def _text(value: Any) -> bytes:

@@ -12,6 +12,7 @@ import msgspec
 from edge.ai import batch_openai, finetunes, listing, schemas
 from edge.ai.fields import Choice, Field, Integer, String, Table, object_schema
 from edge.ai.task_schemas import EMBEDDING_LIST, RESULTS, described, input_schemas, list_of
+from edge.node.api import files, tokens
 
 PATH = "/client/v4/openapi.json"
 _STRING = {"type": "string"}
@@ -90,18 +91,6 @@ _TOKEN = described(
         "last_used_on": _STRING,
     },
 )
-_TOKEN_BODY = described(
-    {
-        "name": _STRING,
-        "policies": list_of(
-            described(
-                {"permission_groups": list_of({"type": "object", "properties": {"id": _STRING, "name": _STRING}})},
-                {"effect": {"const": "allow"}, "resources": {"type": "object"}},
-            )
-        ),
-    },
-    {"expires_on": {"type": ["string", "null"], "format": "date-time"}},
-)
 _BATCH = described(
     {
         "id": _STRING,
@@ -115,19 +104,23 @@ _BATCH = described(
         "request_counts": {"type": "object"},
     }
 )
-_BATCH_BODY = described(
-    {
-        "input_file_id": {"type": "string", "minLength": 1},
-        "endpoint": {"enum": list(batch_openai.ENDPOINTS)},
-        "completion_window": {"const": "24h"},
-    },
-    {"metadata": {"type": ["object", "null"], "additionalProperties": _STRING}},
-)
 _FILE = described(
     {"id": _STRING, "object": {"const": "file"}, "bytes": _INTEGER, "created_at": _INTEGER, "filename": _STRING}
 )
 _ASSET_FORM = described({"file_name": _STRING, "file": {"type": "string", "format": "binary"}})
-_FILE_FORM = described({"purpose": {"const": "batch"}, "file": {"type": "string", "format": "binary"}})
+OBJECTS = {
+    "Named": _NAMED,
+    "CatalogueModel": _MODEL_ITEM,
+    "OpenRouterModel": _OPENROUTER_ITEM,
+    "Model": _OPENAI_MODEL,
+    "Finetune": _FINETUNE,
+    "Account": _ACCOUNT_ITEM,
+    "Token": _TOKEN,
+    "Batch": _BATCH,
+    "File": _FILE,
+    "EmbeddingList": EMBEDDING_LIST,
+}
+"""Answers by name."""
 
 
 def _listed(item: dict[str, Any]) -> dict[str, Any]:
@@ -295,7 +288,7 @@ OPERATIONS = {
             ),
             f"POST {place}/tokens": Operation(
                 summary="Make a token that can do no more than the caller's.",
-                body=_TOKEN_BODY,
+                body=object_schema(tokens.TOKEN),
                 answer=_TOKEN,
                 is_enveloped=True,
             ),
@@ -308,7 +301,9 @@ OPERATIONS = {
     "GET /v1/batches": Operation(
         summary="The account's batches of files, newest first.", query=_after(100), answer=_listed(_BATCH)
     ),
-    "POST /v1/batches": Operation(summary="Run the calls in a file.", body=_BATCH_BODY, answer=_BATCH),
+    "POST /v1/batches": Operation(
+        summary="Run the calls in a file.", body=object_schema(batch_openai.BATCH), answer=_BATCH
+    ),
     "GET /v1/batches/{batch}": Operation(summary="One batch.", answer=_BATCH),
     "POST /v1/batches/{batch}/cancel": Operation(summary="Give up what of a batch has not begun.", answer=_BATCH),
     "GET /v1/files": Operation(
@@ -316,7 +311,7 @@ OPERATIONS = {
         query={"purpose": String("Only files of this purpose."), **_after(10_000)},
         answer=_listed(_FILE),
     ),
-    "POST /v1/files": Operation(summary="Upload a file of calls.", form=_FILE_FORM, answer=_FILE),
+    "POST /v1/files": Operation(summary="Upload a file of calls.", form=object_schema(files.FILE), answer=_FILE),
     "GET /v1/files/{file}": Operation(summary="One file.", answer=_FILE),
     "DELETE /v1/files/{file}": Operation(
         summary="Remove a file.",

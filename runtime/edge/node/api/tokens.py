@@ -11,8 +11,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from edge.ai.fields import (
+    Choice,
+    Custom,
+    Fields,
+    ListOf,
+    ObjectOf,
+    String,
+    Table,
+    Unsupported,
+    shown,
+)
 from edge.auth.scopes import SCOPES, TOKENS_EDIT, parse_scopes
-from edge.auth.store import Token
+from edge.auth.store import MAX_NAME_CHARS, Token
 from edge.billing.times import iso_time, now_us, parse_time
 from edge.errors import InvalidInput, UnknownToken, UsageError
 from edge.node.api.accounts import page_of
@@ -20,6 +31,7 @@ from edge.node.api.callers import Context, address_of
 from edge.node.api.responses import envelope, json_response
 
 _RESOURCE = "com.cloudflare.api.account."
+_MAX_ITEMS = 100
 _PLACES = ("/user", "/accounts/{account}")
 
 
@@ -84,46 +96,81 @@ class Tokens:
 
 def _parsed(body: Any, account: str) -> tuple[str, frozenset[str], int | None]:
     """Name, scopes and end of the token of `account` that `body` describes."""
-    if not isinstance(body, dict):
-        raise InvalidInput("the body must be an object with name and policies")
-    name, expires_on = body.get("name"), body.get("expires_on")
-    if not isinstance(name, str):
-        raise InvalidInput("name must be a string", param="name")
-    for key in ("condition", "not_before"):
-        if body.get(key):
-            raise InvalidInput(
-                f"{key} is not supported: leave it out, or the token would do more than it says", param=key
-            )
-    if expires_on is not None and not isinstance(expires_on, str):
-        raise InvalidInput("expires_on must be a time such as 2027-01-31T00:00:00Z", param="expires_on")
+    fields = Fields(body, "the body", TOKEN)
+    name, policies, expires_us = fields["name"], fields["policies"] or [], fields["expires_on"]
+    own = (f"{_RESOURCE}{account}", f"{_RESOURCE}*")
+    for number, policy in enumerate(policies):
+        if policy is not None and any(resource not in own for resource in policy["resources"]):
+            fields.problem(f"$.policies[{number}].resources", f"must be {own[0]}, the token's account")
+    fields.raise_problems()
+    groups = [group for policy in policies for group in policy["permission_groups"]]
     try:
-        wanted = parse_scopes(_group_names(body.get("policies"), account))
-        expires_us = None if expires_on is None else parse_time(expires_on)
+        wanted = parse_scopes(group["name"] or group["id"] for group in groups)
     except UsageError as error:
-        raise InvalidInput(error.message) from error
+        raise InvalidInput(error.message, param="policies") from error
     return name, wanted, expires_us
 
 
-def _group_names(policies: Any, account: str) -> list[str]:
-    """The permission groups, by name or id. What a policy restricts beside them is not known here, and refused."""
-    names = []
-    own = (f"{_RESOURCE}{account}", f"{_RESOURCE}*")
-    for number, policy in enumerate(policies if isinstance(policies, list) else []):
-        groups = policy.get("permission_groups") if isinstance(policy, dict) else None
-        if not isinstance(groups, list) or policy.get("effect", "allow") != "allow":
-            raise InvalidInput(f"policies[{number}] must have effect allow and permission_groups", param="policies")
-        if any(resource not in own for resource in policy.get("resources") or ()):
-            raise InvalidInput(f"policies[{number}].resources must be {own[0]}, the token's account", param="policies")
-        for group in groups:
-            name = (group.get("name") or group.get("id")) if isinstance(group, dict) else None
-            if not isinstance(name, str):
-                raise InvalidInput(
-                    f"policies[{number}]: a permission group must have an id or a name", param="policies"
-                )
-            names.append(name)
-    if not names:
-        raise InvalidInput(f"policies must name permission_groups: {', '.join(SCOPES)}", param="policies")
-    return names
+def _read_group(fields: Fields, path: str, value: Any) -> dict[str, str | None]:
+    """A permission group, by name or id."""
+    group: dict[str, str | None] = _GROUP.read(fields, path, value) or {}
+    if isinstance(value, dict) and not any(group.values()):
+        fields.problem(path, f"needs an id or a name, one of {', '.join(SCOPES)}")
+    return group
+
+
+def _read_resources(fields: Fields, path: str, value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return list(value)
+    fields.wrong(path, value, "an object")
+    return []
+
+
+def _read_time(fields: Fields, path: str, value: Any) -> int | None:
+    try:
+        return parse_time(value if isinstance(value, str) else shown(value))
+    except UsageError as error:
+        fields.problem(path, f"is no time: {error.message}")
+    return None
+
+
+_GROUP = ObjectOf("", table={"id": String("The scope."), "name": String("The scope, or what Cloudflare calls it.")})
+_POLICY = ObjectOf(
+    "",
+    required=True,
+    table={
+        "effect": Choice("There is no other.", values=("allow",)),
+        "permission_groups": ListOf(
+            "What the token may do.",
+            required=True,
+            default=[],
+            item=Custom(
+                "",
+                required=True,
+                reader=_read_group,
+                json=_GROUP.json_type()
+                | {"anyOf": [{"required": [key], "properties": {key: {"type": "string"}}} for key in ("id", "name")]},
+            ),
+            max_items=_MAX_ITEMS,
+        ),
+        "resources": Custom(
+            "The token's account, which is no other in any case.",
+            default=[],
+            json={"type": "object"},
+            reader=_read_resources,
+        ),
+    },
+)
+TOKEN: Table = {
+    "name": String("What it is for.", required=True, max_chars=MAX_NAME_CHARS),
+    "policies": ListOf("What it may do.", required=True, item=_POLICY, max_items=_MAX_ITEMS),
+    "expires_on": Custom(
+        "When it ends; never by default.", json={"type": "string", "format": "date-time"}, reader=_read_time
+    ),
+    "condition": Unsupported("From where it may be used."),
+    "not_before": Unsupported("When it begins."),
+}
+"""The body with which a token is made."""
 
 
 def _shown(token: Token) -> dict[str, Any]:
