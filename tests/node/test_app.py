@@ -118,7 +118,7 @@ async def test_stand_ins_are_taken_over_while_it_runs(config: Config) -> None:
         client.headers["authorization"] = "Bearer t"
         missing = (await run(client, "@cf/new/one"))["errors"][0]
         assert missing["code"] == 5007
-        assert '"@cf/new/one" = "tiny" under [ai.models]' in missing["message"]
+        assert '"@cf/new/one" = "NAME" under [ai.models]' in missing["message"]
         node.use_ai(replace(config, ai=AiConfig(models={"@cf/new/one": "tiny"})))
         assert (await run(client, "@cf/new/one"))["result"]["response"]
         assert (await run(client, "house/model"))["errors"][0]["code"] == 5007

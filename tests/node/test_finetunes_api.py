@@ -162,6 +162,7 @@ async def test_a_finetune_from_its_making_to_its_end(
     assert failure(await alice.get("/finetunes/my-tune"))[:2] == (404, 1005)
 
 
+@pytest.mark.slow
 async def test_a_batch_is_refused_that_names_an_adapter_that_there_is_not(
     server: Server, clients: tuple[httpx.AsyncClient, httpx.AsyncClient], adapter: Path
 ) -> None:
@@ -178,6 +179,7 @@ async def test_a_batch_is_refused_that_names_an_adapter_that_there_is_not(
         assert "no finetune of the account and no adapter of the model 'tiny'" in await problem(account, lora)
 
 
+@pytest.mark.slow
 async def test_what_is_on_disk_is_found_again(
     server: Server, clients: tuple[httpx.AsyncClient, httpx.AsyncClient], adapter: Path, store: ModelStore
 ) -> None:
@@ -225,6 +227,7 @@ async def test_accounts_do_not_see_each_other(
     assert (await run(alice, "same-name")).status_code == 200
 
 
+@pytest.mark.slow
 async def test_public_ones_are_for_all_by_their_id(
     server: Server, clients: tuple[httpx.AsyncClient, httpx.AsyncClient], adapter: Path
 ) -> None:
@@ -336,6 +339,7 @@ async def test_an_adapter_that_engines_would_refuse_is_refused(
     assert (await run(alice, "x")).status_code == 200
 
 
+@pytest.mark.slow
 async def test_uploads_at_the_same_time(clients: tuple[httpx.AsyncClient, httpx.AsyncClient], adapter: Path) -> None:
     alice, _ = clients
     id = await create(alice, "x")
@@ -350,6 +354,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 async def test_a_client_that_hangs_up_leaves_nothing(
     server: Server, clients: tuple[httpx.AsyncClient, httpx.AsyncClient], adapter: Path
 ) -> None:
@@ -369,6 +374,7 @@ async def test_a_client_that_hangs_up_leaves_nothing(
     assert (await upload(alice, id, adapter / FILES[0])).status_code == 200  # which waits for nobody
 
 
+@pytest.mark.slow
 async def test_a_change_whose_caller_goes_is_made_whole(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     entered, go = threading.Event(), threading.Event()
     transaction = finetunes_module.sqlite.transaction
