@@ -262,7 +262,7 @@ async def test_a_query_that_fills_the_disk_is_stopped(db: D1Database, monkeypatc
             await asyncio.sleep(0)
         monkeypatch.setattr(storage, "MIN_FREE_BYTES", 1 << 62)
         # Which of the two it is depends on what the statement does at the moment that it is looked at.
-        with pytest.raises(BindingError, match="disk of the node|a disk filled"):
+        with pytest.raises(BindingError, match=r"disk of the node|a disk filled"):
             await call
     monkeypatch.setattr(storage, "MIN_FREE_BYTES", real)
     assert await db.prepare("SELECT count(*) AS n FROM full").first("n") == 0
