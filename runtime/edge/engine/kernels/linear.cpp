@@ -29,7 +29,7 @@ constexpr int kBlock = 32;      // columns of an input row that share a scale
 constexpr int kTile = 12;  // rows that are multiplied at a time, at most: as many as the registers hold
 constexpr bool kSpreads = false;  // whether it is worth the memory, for many rows, to hold each code in a byte
 #else
-constexpr int kTile = 4;
+constexpr int kTile = 6;
 constexpr bool kSpreads = true;
 #endif
 constexpr int64_t kSpreadTiles = 4;  // how many are many
@@ -375,8 +375,8 @@ Multiply choose(const Part& part, int height, Held held) {
   switch (height) {
     case 1: return choose<1>(part);
     case 2: return choose<2>(part);
-#if defined(__AVX512F__)
     case 4: return choose<4>(part);
+#if defined(__AVX512F__)
     case 8: return choose<8>(part);
 #endif
     default: return choose<kTile>(part);
