@@ -274,20 +274,11 @@ COMPLETION: Table = {
         reader=_read_prompts,
     ),
     "max_tokens": Integer("Tokens of the answer at most.", default=_DEFAULT_MAX_TOKENS, low=1, high=2**31 - 1),
+    "max_completion_tokens": schemas.CHAT["max_completion_tokens"],
+    **schemas.OPENAI_SAMPLING,
     **{
         key: schemas.CHAT[key]
         for key in (
-            "max_completion_tokens",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "seed",
-            "repetition_penalty",
-            "frequency_penalty",
-            "presence_penalty",
-            "logit_bias",
-            "stop",
             "n",
             "stream",
             "stream_options",

@@ -12,7 +12,7 @@ import msgspec
 from edge.ai import schemas
 from edge.ai.fields import Custom, Fields, Ignored, Integer, ObjectOf, Table, Unsupported, is_unicode, shown
 from edge.ai.messages import MAX_MESSAGES, read_call, read_content, read_message
-from edge.ai.schemas import CHAT, TextGeneration
+from edge.ai.schemas import CHAT, OPENAI_SAMPLING, TextGeneration
 from edge.ai.tools import read_tools
 from edge.frames import MAX_LOGPROBS
 
@@ -237,22 +237,8 @@ RESPONSE: Table = {
         reader=_read_include,
     ),
     "top_logprobs": Integer("How many alternatives to tell for each token.", low=0, high=MAX_LOGPROBS),
-    **{
-        key: CHAT[key]
-        for key in (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "seed",
-            "repetition_penalty",
-            "frequency_penalty",
-            "presence_penalty",
-            "logit_bias",
-            "stop",
-            "chat_template_kwargs",
-        )
-    },
+    **OPENAI_SAMPLING,
+    "chat_template_kwargs": CHAT["chat_template_kwargs"],
     "metadata": Custom("Comes back with the response.", json=_OBJECT, reader=_read_object),
     "previous_response_id": Custom("Nothing is stored.", json={"not": {}}, reader=_refuse_earlier),
     "conversation": Custom("Nothing is stored.", json={"not": {}}, reader=_refuse_earlier),

@@ -615,6 +615,22 @@ CHAT: Table = {
     "service_tier": Ignored("Has no effect."),
 }
 """OpenAI's chat body."""
+OPENAI_SAMPLING: Table = {
+    key: CHAT[key]
+    for key in (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "logit_bias",
+        "stop",
+    )
+}
+"""How tokens are chosen, which OpenAI's other bodies have too."""
 
 
 def native_schema() -> dict[str, Any]:

@@ -171,7 +171,7 @@ class Node:
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             """Most requests are for the workers; they need not pass Starlette's routes, which take their time."""
-            path = api.tidied(scope.get("path", "/"))
+            path = api.joined(scope.get("path", "/"))
             is_ours = scope["type"] == "lifespan" or path.startswith(prefixes)
             if is_ours and path.startswith(api.OPENAI_PREFIX):
                 is_ours = self._is_for_api(scope, config)
@@ -183,7 +183,7 @@ class Node:
 
         def worker_of(path: str) -> WorkerKey | None:
             """Whom a path belongs to, if it is nobody's but a worker's."""
-            is_ours = api.tidied(path).startswith(prefixes)
+            is_ours = api.joined(path).startswith(prefixes)
             return None if is_ours or self._primary in self._assets.sites else self._primary
 
         return AccessLogged(app, access_log), Direct(self.isolates, worker_of, ingress, access_log)

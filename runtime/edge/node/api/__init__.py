@@ -144,7 +144,7 @@ class _Api:
         request_id, report = new_id(), CallReport()
         state = scope.setdefault("state", {})
         state |= {"request_id": request_id, "report": report, "held": held, "api": self._config}
-        scope["path"] = tidied(scope["path"])
+        scope["path"] = joined(scope["path"].rstrip("/"))
         head_sent = False
 
         async def send_with_headers(message: Message) -> None:
@@ -242,9 +242,9 @@ def is_preflight(method: str, headers: Headers, config: ApiConfig) -> bool:
     )
 
 
-def tidied(path: str) -> str:
-    """`path` without empty segments, which clients make of a base URL that ends in a slash."""
-    return re.sub("/{2,}", "/", path.rstrip("/")) if path.endswith("/") or "//" in path else path
+def joined(path: str) -> str:
+    """`path` without the empty segments within it, which a base URL that ends in a slash makes."""
+    return re.sub("/{2,}", "/", path) if "//" in path else path
 
 
 def _check_url(scope: Scope) -> None:
