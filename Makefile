@@ -3,7 +3,7 @@
 #
 # Every target does its own set-up in .venv and .edge, in any order. PYTHON=python3.12 chooses the interpreter;
 # pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, ...) are honoured. Packages of real clients are installed into
-# .edge/clients; tests of those that cannot be had are skipped, with CLIENTS=1 they fail, CLIENTS=0 leaves them all out.
+# .edge/clients; CLIENTS=auto skips the tests of those that cannot be had, CLIENTS=0 leaves them all out.
 
 .SHELLFLAGS := -eu -c
 .DEFAULT_GOAL := help
@@ -12,7 +12,7 @@
 
 PYTHON ?=
 PORT ?=
-export CLIENTS ?= auto
+export CLIENTS ?= 1
 PYTEST_ARGS ?=
 # Tests run on all cores, and one more process than those, since many only wait. The tests of a file stay together: they
 # share engines, zygotes and servers.

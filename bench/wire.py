@@ -39,6 +39,9 @@ NUM_STREAMS = 64
 WARM_UP_S = 5.0
 """litellm imports much of itself with its first requests."""
 TOKENS_PER_S = 100
+STAGGER_S = 0.01
+"""Between the beginnings of streams: that many requests in one instant are more than a core can begin before the first
+of them is to have its next token."""
 _ACCOUNT = "/client/v4/accounts/dev/ai"
 _CHAT, _RUN = f"{_ACCOUNT}/v1/chat/completions", f"{_ACCOUNT}/run/{MODEL}"
 _PEERS = Path(__file__).parent / "peers"
@@ -109,16 +112,18 @@ class _Race:
         wire_load.run(load(seconds=1.0 if self.settings.quick else WARM_UP_S))
         return wire_load.run(load(seconds=2.0 if self.settings.quick else 10.0))
 
-    def stream(self, server: Server, token: str, path: str) -> Result:
-        """All streams once, after shorter ones to warm up."""
-        self._stream(server, token, path, 1 if self.settings.quick else WARM_UP_S)
-        return self._stream(server, token, path, 5 if self.settings.quick else 20)
+    def stream(self, server: Server, token: str, path: str) -> tuple[Result, Result]:
+        """Streams that all begin at once, after others to warm up; then longer ones that begin one by one."""
+        warm_up_s, seconds = (1, 5) if self.settings.quick else (WARM_UP_S, 20)
+        self._stream(server, token, path, warm_up_s)
+        burst = self._stream(server, token, path, warm_up_s)
+        return burst, self._stream(server, token, path, seconds, STAGGER_S)
 
-    def _stream(self, server: Server, token: str, path: str, seconds: float) -> Result:
+    def _stream(self, server: Server, token: str, path: str, seconds: float, stagger_s: float = 0) -> Result:
         num_tokens = int(TOKENS_PER_S * seconds)
         request = _stream(token, path, num_tokens)
-        load = Load(server.port, server.pid, request, NUM_STREAMS, self.client_cores, num_tokens=num_tokens)
-        return wire_load.run(load)
+        load = partial(Load, server.port, server.pid, request, NUM_STREAMS, self.client_cores)
+        return wire_load.run(load(num_tokens=num_tokens, stagger_s=stagger_s))
 
 
 # -- sections ----------------------------------------------------------------------------------------------
@@ -148,33 +153,36 @@ def requests(race: _Race) -> list[Row]:
 def streams(race: _Race) -> list[Row]:
     """Streams that all get a token at the same moment, over and over."""
     with race.edge() as server:
-        ours = race.stream(server, "dev", _CHAT)
+        burst, ours = race.stream(server, "dev", _CHAT)
     with race.litellm() as proxy:
-        theirs = proxy and race.stream(proxy, LITELLM_TOKEN, "/v1/chat/completions")
+        their_burst, theirs = race.stream(proxy, LITELLM_TOKEN, "/v1/chat/completions") if proxy else (None, None)
     load = f"{NUM_STREAMS} streams of {TOKENS_PER_S} tokens/s, one core"
-    note = (
-        f"of {len(ours.delays_ms)}, of which the stub was late with {_num_late(ours.stub_delays_ms)}; "
-        f"the latest {max(ours.delays_ms):.1f} ms after it was due"
-    )
-    num_late = _num_late(ours.delays_ms)
-    peer = {} if theirs is None else {"peer": "litellm", "peer_value": float(_num_late(theirs.delays_ms))}
-    target = Target("<=", 0)
-    late = Row(
-        metric=f"{load}: late tokens",
-        value=float(num_late),
-        unit="",
-        target=str(target),
-        ok=target.holds(num_late),
-        note=note if theirs is not None else f"{note}; litellm: {race.absent}",
-        **peer,
-    )
     return [
-        late,
+        _late_row(f"{load}: late tokens", ours, theirs, race, Target("<=", 0)),
+        _late_row(f"{load}: late tokens if all begin in one instant", burst, their_burst, race),
         _row(f"{load}: delay of a token, p50", "ms", lambda r: _percentile(r.delays_ms, 50), ours, theirs, race),
         _row(f"{load}: delay of a token, p99", "ms", lambda r: _percentile(r.delays_ms, 99), ours, theirs, race),
         _row(f"{load}: gap between tokens, p99", "ms", lambda r: _percentile(r.gaps_ms, 99), ours, theirs, race),
         _row(f"{load}: the server's CPU time for a token", "us", _cpu_us_of_token, ours, theirs, race),
     ]
+
+
+def _late_row(metric: str, ours: Result, theirs: Result | None, race: _Race, target: Target | None = None) -> Row:
+    num_late = _num_late(ours.delays_ms)
+    note = (
+        f"of {len(ours.delays_ms)}, of which the stub was late with {_num_late(ours.stub_delays_ms)}; "
+        f"the latest {max(ours.delays_ms):.1f} ms after it was due"
+    )
+    peer = {} if theirs is None else {"peer": "litellm", "peer_value": float(_num_late(theirs.delays_ms))}
+    return Row(
+        metric=metric,
+        value=float(num_late),
+        unit="",
+        target=None if target is None else str(target),
+        ok=None if target is None else target.holds(num_late),
+        note=note if theirs is not None else f"{note}; litellm: {race.absent}",
+        **peer,
+    )
 
 
 def _row(

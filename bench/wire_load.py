@@ -8,6 +8,7 @@ each was due and how late it was then already, so that a stub that gets no core 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +41,8 @@ class Load:
     """Where the client runs."""
     seconds: float = 0.0
     num_tokens: int = 0
+    stagger_s: float = 0.0
+    """Between the beginnings of two streams; 0: all begin at once."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ def run(load: Load) -> Result:
 def drive(load: Load) -> Result:
     """Do `load` in this process. Raises as `run`."""
     os.sched_setaffinity(0, load.cores)
+    gc.disable()  # it would hold up what is read by milliseconds
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(connect(load.port)) for _ in range(load.num_clients)]
         epoll = stack.enter_context(select.epoll())
@@ -137,11 +142,12 @@ def _streams(load: Load, socks: dict[int, socket.socket], epoll: select.epoll) -
     """What came on each connection, and when."""
     clock, request = time.monotonic, load.request.encode("latin-1")
     received: dict[int, list[tuple[float, bytes]]] = {fd: [] for fd in socks}
-    for sock in socks.values():
-        sock.sendall(request)
-    num_open = len(socks)
+    num_open, to_begin, begin_at = len(socks), deque(socks.values()), clock()
     while num_open:
-        for fd in _ready(epoll):
+        while to_begin and clock() >= begin_at:
+            to_begin.popleft().sendall(request)
+            begin_at += load.stagger_s
+        for fd in _ready(epoll, max(0.0, begin_at - clock()) if to_begin else None):
             data = socks[fd].recv(1 << 16)
             received[fd].append((clock(), data))
             if not data or data.endswith(b"\r\n0\r\n\r\n"):
@@ -184,9 +190,10 @@ def _arrivals(pieces: list[tuple[float, bytes]]) -> list[tuple[float, float, flo
     return arrivals
 
 
-def _ready(epoll: select.epoll) -> list[int]:
-    ready = epoll.poll(TIMEOUT_S)
-    if not ready:
+def _ready(epoll: select.epoll, timeout_s: float | None = None) -> list[int]:
+    """Where something has come, or nothing after `timeout_s`."""
+    ready = epoll.poll(TIMEOUT_S if timeout_s is None else timeout_s)
+    if not ready and timeout_s is None:
         raise RuntimeError(f"nothing came for {TIMEOUT_S:g} s")
     return [fd for fd, _ in ready]
 

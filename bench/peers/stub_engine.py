@@ -119,7 +119,7 @@ class _Engine:
 
 def timed_text(due_s: float) -> str:
     """The text of a token that is written now."""
-    return f"{int(due_s * 1e6)}+{int((time.monotonic() - due_s) * 1e6)} "
+    return f"{int(due_s * 1e6)}+{max(0, int((time.monotonic() - due_s) * 1e6))} "  # timers end a little early
 
 
 def main(arguments: list[str]) -> None:

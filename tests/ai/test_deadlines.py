@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 import pytest
 
-from edge.ai.deadlines import in_time
+from edge.ai.deadlines import InTime
 from edge.errors import CallTimeout
 
 NOW_S = 0.001
@@ -38,13 +38,13 @@ class Events:
 async def test_what_is_in_time_passes(timeout_s: float) -> None:
     events = Events()
     events.go_on.set()
-    assert [each async for each in in_time(events(), timeout_s)] == [0, 1, 2, 3]
+    assert [each async for each in InTime(events(), timeout_s)] == [0, 1, 2, 3]
     assert events.is_closed
 
 
 async def test_what_takes_too_long_is_stopped_and_heard_out() -> None:
     events = Events()
-    limited = in_time(events(), NOW_S)
+    limited = InTime(events(), NOW_S)
     assert [await anext(limited) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(CallTimeout, match=r"after 0.001 s, the limit of this node \(call_timeout_s") as failure:
         await anext(limited)
@@ -56,7 +56,7 @@ async def test_what_takes_too_long_is_stopped_and_heard_out() -> None:
 
 async def test_a_reader_is_not_disturbed_between_two_events() -> None:
     events = Events()
-    async with aclosing(in_time(events(), NOW_S)) as limited:
+    async with aclosing(InTime(events(), NOW_S)) as limited:
         assert await anext(limited) == 0
         await asyncio.sleep(20 * NOW_S)
         with pytest.raises(CallTimeout):
@@ -68,7 +68,7 @@ async def test_a_cancellation_from_outside_stays_one() -> None:
     events = Events()
 
     async def read() -> None:
-        async for _ in in_time(events(), 3600):
+        async for _ in InTime(events(), 3600):
             pass
 
     reading = asyncio.create_task(read())
@@ -81,6 +81,6 @@ async def test_a_cancellation_from_outside_stays_one() -> None:
 
 async def test_closing_early_closes_what_is_behind() -> None:
     events = Events()
-    async with aclosing(in_time(events(), 3600)) as limited:
+    async with aclosing(InTime(events(), 3600)) as limited:
         assert await anext(limited) == 0
     assert (events.end, events.is_closed) == (GeneratorExit, True)

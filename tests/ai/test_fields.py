@@ -145,7 +145,19 @@ def test_the_schema_of_an_object() -> None:
 
 
 @pytest.mark.parametrize(
-    "schema", [{}, {"type": "string"}, {"enum": [1]}, {"anyOf": [{"type": "string"}]}, {"not": {"type": "null"}}]
+    "schema",
+    [
+        {},
+        {"type": "string"},
+        {"type": ["string", "array"]},
+        {"type": "integer", "enum": [1]},
+        {"type": "string", "anyOf": [{"minLength": 1}, {"const": ""}]},
+        {"type": "string", "const": "a"},
+        {"enum": [1]},
+        {"anyOf": [{"type": "string"}]},
+        {"not": {"type": "null"}},
+        {"type": "string", "not": {"const": None}},
+    ],
 )
 def test_nullable(schema: dict[str, Any]) -> None:
     validator = Draft202012Validator(nullable(schema))

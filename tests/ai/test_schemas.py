@@ -458,6 +458,9 @@ def test_every_field_of_a_table_refuses_what_its_schema_does(
     assert validator.is_valid(valid)
     for key, field in table.items():
         assert field.description, key
+        if not field.required and key not in valid:
+            assert validator.is_valid({**valid, key: None}), key
+            parse({**valid, key: None})
         if isinstance(field, Ignored):
             continue
         wrong = [value for value in WRONG if not Draft202012Validator(field.schema()).is_valid(value)]

@@ -415,14 +415,17 @@ def nullable(schema: dict[str, Any]) -> dict[str, Any]:
     """`schema`, of which null is an instance, too."""
     if not schema:
         return {}
-    if "anyOf" in schema:
-        return {**schema, "anyOf": [*schema["anyOf"], {"type": "null"}]}
-    nulled = dict(schema)
-    if "enum" in schema:
+    if not schema.keys() & {"type", "enum", "anyOf"} or schema.keys() & {"const", "oneOf", "allOf", "not", "$ref"}:
+        return {"anyOf": [schema, {"type": "null"}]}
+    nulled = dict(schema)  # each keyword that null must get past; all others speak of other types only
+    if "type" in schema:
+        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        nulled["type"] = types if "null" in types else [*types, "null"]
+    if "enum" in schema and None not in schema["enum"]:
         nulled["enum"] = [*schema["enum"], None]
-    if isinstance(schema.get("type"), str):
-        nulled["type"] = [schema["type"], "null"]
-    return nulled if nulled.keys() & {"enum", "type"} else {"anyOf": [schema, {"type": "null"}]}
+    if "anyOf" in schema:
+        nulled["anyOf"] = [*schema["anyOf"], {"type": "null"}]
+    return nulled
 
 
 # -- values ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import msgspec
 
 from edge.ai.call_report import CallReport
 from edge.ai.catalogue import Catalogue, Model
-from edge.ai.deadlines import in_time
+from edge.ai.deadlines import InTime
 from edge.ai.finetunes import Finetunes
 from edge.ai.rate_limits import RateLimits
 from edge.ai.schemas import TextGeneration
@@ -206,7 +206,7 @@ class Gate:
         self, principal: Principal, model: Model, call: _Call, replies: AsyncGenerator[E, None]
     ) -> AsyncGenerator[E, None]:
         """`replies` of the pool, of which the last one is handed on once the record of `call` is durable."""
-        events = in_time(replies, 0 if principal.is_batch else self._call_timeout_s)
+        events = InTime(replies, 0 if principal.is_batch else self._call_timeout_s)
         is_recorded = False
         self._num_running += 1
         self.num_interactive += not principal.is_batch
@@ -229,6 +229,7 @@ class Gate:
             call.status, call.error_code = "cancelled", None
             raise
         finally:
+            events.stop_clock()
             ending = None if is_recorded else self._record(call, stop=events)
             self._num_running -= 1
             self.num_interactive -= not principal.is_batch
@@ -272,7 +273,7 @@ class Gate:
         self._admit(principal, model)
         return await self._pool.count_tokens(_generate(principal, principal.account, model, request))
 
-    def _record(self, call: _Call, *, stop: AsyncGenerator[object, None] | None = None) -> asyncio.Task[None]:
+    def _record(self, call: _Call, *, stop: InTime[E] | None = None) -> asyncio.Task[None]:
         """A task of its own that cannot be lost with the caller's: it stops the work, then writes the record."""
 
         async def end() -> None:

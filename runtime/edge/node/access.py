@@ -8,6 +8,8 @@ from collections.abc import Callable
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from edge.node.connection import SEND
+
 
 class Access(msgspec.Struct, frozen=True):
     """A request that is over."""
@@ -38,6 +40,7 @@ class AccessLogged:
         started = time.perf_counter()
         # Copied, since a router below changes it: the path that it mounts at becomes part of the root path.
         method, path, state = scope["method"], scope["path"], scope.setdefault("state", {})
+        scope.setdefault("extensions", {})[SEND] = send
         status: int | None = None
         is_complete = False
 

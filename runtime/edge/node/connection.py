@@ -15,6 +15,10 @@ HANG_UP = "edge.hang_up"
 DISCONNECT = "edge.disconnect"
 """The ASGI extension under which a server that can do so gives what ends the connection at once, unsent data too."""
 
+SEND = "edge.send"
+"""The ASGI extension with the server's own `send`, past all that looks at a response's head and end: a long body spares
+the rest of its pieces the way through."""
+
 
 class Cancellable(Protocol):
     """A task, or something like one."""

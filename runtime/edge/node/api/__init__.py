@@ -42,6 +42,7 @@ from edge.node.api.models import Models
 from edge.node.api.openapi import OpenApi
 from edge.node.api.responses import call_headers, json_response
 from edge.node.api.tokens import Tokens
+from edge.node.turns import Turns
 
 PREFIX = "/client/v4"
 OPENAI_PREFIX = "/v1"
@@ -99,9 +100,10 @@ def routes(
     platform = [*OpenApi().routes(), *Accounts(context).routes(), *Tokens(context).routes()]
     # A mount in between would match what is not there, too: its own "not found" would not be ours.
     native = [*platform, *_below("/accounts/{account}/ai", ai), *_below("/accounts/{account}/ai/v1", v1)]
+    turns = Turns()
     return [
-        _mount(PREFIX, _with_cors(_Api(native, context.bodies, config), config)),
-        _mount(OPENAI_PREFIX, _with_cors(_Api(v1, context.bodies, config), config)),
+        _mount(PREFIX, _with_cors(_Api(native, context.bodies, config, turns), config)),
+        _mount(OPENAI_PREFIX, _with_cors(_Api(v1, context.bodies, config, turns), config)),
         Route("/healthz", _healthz(health), methods=["GET"]),
     ]
 
@@ -123,9 +125,10 @@ def _healthz(health: Health) -> Callable[[Request], Awaitable[Response]]:
 class _Api:
     """ASGI app of everything under a prefix."""
 
-    def __init__(self, routes: list[Route], bodies: Bodies, config: ApiConfig) -> None:
+    def __init__(self, routes: list[Route], bodies: Bodies, config: ApiConfig, turns: Turns) -> None:
         self._bodies = bodies
         self._config = config
+        self._turns = turns
         self._routes = routes
         self._router = Router(routes, redirect_slashes=False, default=_no_such_route)
 
@@ -134,6 +137,7 @@ class _Api:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1003, "reason": "WebSockets are not supported yet"})
             return
+        await self._turns.wait()
         held = Held(self._bodies)
         try:
             await self._serve(scope, receive, send, held)
@@ -143,7 +147,7 @@ class _Api:
     async def _serve(self, scope: Scope, receive: Receive, send: Send, held: Held) -> None:
         request_id, report = new_id(), CallReport()
         state = scope.setdefault("state", {})
-        state |= {"request_id": request_id, "report": report, "held": held, "api": self._config}
+        state |= {"request_id": request_id, "report": report, "held": held, "api": self._config, "turns": self._turns}
         scope["path"] = joined(scope["path"].rstrip("/"))
         head_sent = False
 

@@ -15,7 +15,7 @@ from edge.ai.answers import AnswerStream
 from edge.ai.call_report import CallReport
 from edge.billing.prices import dollars
 from edge.config import ApiConfig
-from edge.node.connection import DISCONNECT, hung_up, while_connected
+from edge.node.connection import DISCONNECT, SEND, hung_up, while_connected
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment in an event stream, which no client shows."""
@@ -29,7 +29,7 @@ class EventStream(Response):
     """Sends an answer stream as it comes, and closes it whatever happens.
 
     For a client that does not read, at most one event waits beside what the connection's buffers hold, and no further
-    one is asked of the engine. `scope["state"]["api"]` is the `ApiConfig`.
+    one is asked of the engine. `scope["state"]` has the `ApiConfig` as `api` and the `Turns` as `turns`.
     """
 
     def __init__(self, stream: AnswerStream) -> None:
@@ -47,7 +47,10 @@ class EventStream(Response):
         """Send until the stream ends, the client hangs up, or it has not read for too long."""
         config: ApiConfig = scope["state"]["api"]
         try:
-            await while_connected(self._send(send), while_connected(self._watch(config, send), hung_up(receive)))
+            past = scope.get("extensions", {}).get(SEND, send)
+            sending, watching = self._send(send, past), while_connected(self._watch(config, past), hung_up(receive))
+            with scope["state"]["turns"].streaming():
+                await while_connected(sending, watching)
         finally:
             await self._stream.aclose()
         if self._is_too_slow:
@@ -56,10 +59,10 @@ class EventStream(Response):
                 disconnect()
                 await hung_up(receive)
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, past: Send) -> None:
         await self._pass(send, {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for chunk in self._stream:
-            await self._pass(send, {"type": "http.response.body", "body": chunk, "more_body": True})
+            await self._pass(past, {"type": "http.response.body", "body": chunk, "more_body": True})
         await self._pass(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _pass(self, send: Send, message: Message) -> None:
