@@ -125,6 +125,7 @@ async def test_models(client: httpx.AsyncClient) -> None:
         ("GET", "autorag/rags", "no AI Search"),
         ("GET", "run?version=3&body={}", "websocket"),
         ("GET", "else", "'else' is not supported"),
+        ("GET", "el%0Ase", "is not supported"),
     ],
 )
 async def test_what_a_node_does_not_have(client: httpx.AsyncClient, method: str, path: str, reason: str) -> None:

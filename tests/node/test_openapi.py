@@ -215,7 +215,9 @@ def check(schema: dict[str, Any], value: Any) -> None:
 
 def check_events(schema: dict[str, Any], text: str) -> None:
     """That each event of a stream is as the document says."""
-    is_event = validator(schema["contentSchema"])
+    done, payload = schema["properties"]["data"]["anyOf"]
+    is_event = validator(payload["contentSchema"])
+    assert done == {"const": "[DONE]"}
     events = [event.split("\n")[-1].removeprefix("data: ") for event in text.split("\n\n")[:-1]]
     assert len(events) > 1
     assert events.pop() == "[DONE]" or '"type":"response.' in text

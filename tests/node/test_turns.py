@@ -26,7 +26,7 @@ async def begun_by_turn(turns: Turns, num_requests: int = NUM_REQUESTS) -> list[
 
 async def test_a_burst_begins_in_order_and_few_at_a_time() -> None:
     by_turn = await begun_by_turn(Turns())
-    assert sum(by_turn, []) == list(range(NUM_REQUESTS))
+    assert [number for numbers in by_turn for number in numbers] == list(range(NUM_REQUESTS))
     assert max(map(len, by_turn)) == PER_TURN
 
 
@@ -34,7 +34,7 @@ async def test_beside_streams_fewer_begin() -> None:
     turns = Turns()
     with turns.streaming():
         by_turn = await begun_by_turn(turns)
-        assert sum(by_turn, []) == list(range(NUM_REQUESTS))
+        assert [number for numbers in by_turn for number in numbers] == list(range(NUM_REQUESTS))
         assert max(map(len, by_turn)) == PER_TURN_BESIDE_STREAMS
     assert len((await begun_by_turn(turns, PER_TURN))[0]) == PER_TURN
 

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -66,6 +66,8 @@ _SHOWN_HEADERS = (
 Health = Callable[[], Mapping[str, Any]]
 """What `/healthz` tells beside `"status": "ok"`."""
 
+R = TypeVar("R", Route, Mount)
+
 _log = logging.getLogger(__name__)
 
 
@@ -103,16 +105,19 @@ def routes(
     turns = Turns()
     return [
         _mount(PREFIX, _with_cors(_Api(native, context.bodies, config, turns), config)),
-        _mount(OPENAI_PREFIX, _with_cors(_Api(v1, context.bodies, config, turns), config)),
+        _mount(OPENAI_PREFIX, _with_cors(_Api(_below("", v1), context.bodies, config, turns), config)),
         Route("/healthz", _healthz(health), methods=["GET"]),
     ]
 
 
 def _mount(prefix: str, app: ASGIApp) -> Mount:
-    """`app` for every path below `prefix`, also one with a line break, which Starlette's own pattern leaves out."""
-    mount = Mount(prefix, app=app)
-    mount.path_regex = re.compile(mount.path_regex.pattern, re.DOTALL)
-    return mount
+    return _with_line_breaks(Mount(prefix, app=app))
+
+
+def _with_line_breaks(route: R) -> R:
+    """`route`, which takes paths with a line break, too: Starlette's own pattern leaves them out."""
+    route.path_regex = re.compile(route.path_regex.pattern, re.DOTALL)
+    return route
 
 
 def _healthz(health: Health) -> Callable[[Request], Awaitable[Response]]:
@@ -269,7 +274,10 @@ def _unknown_route(scope: Scope) -> UnknownRoute:
 
 
 def _below(prefix: str, routes: list[Route]) -> list[Route]:
-    return [Route(prefix + route.path, route.endpoint, methods=list(route.methods or ())) for route in routes]
+    return [
+        _with_line_breaks(Route(prefix + route.path, route.endpoint, methods=list(route.methods or ())))
+        for route in routes
+    ]
 
 
 async def _no_such_route(scope: Scope, receive: Receive, send: Send) -> None:

@@ -155,16 +155,20 @@ def _answer(operation: Operation) -> dict[str, Any]:
         )
     content = _content(answer, operation.media_type)
     if operation.events:
-        content["content"]["text/event-stream"] = {"schema": _stream(operation.events)}
+        content["content"]["text/event-stream"] = {"schema": _event(operation.events)}
     return content
 
 
-def _stream(events: tuple[str, ...]) -> dict[str, Any]:
+def _event(events: tuple[str, ...]) -> dict[str, Any]:
+    """The schema of each event of a stream, as OpenAPI before its version 3.2 is commonly read."""
+    payload = {"anyOf": [ref(name) for name in (*events, "ErrorEvent")]}
+    is_json = {"contentMediaType": "application/json", "contentSchema": payload}
+    data = {**_STRING, "anyOf": [{"const": "[DONE]"}, is_json]}
     return {
-        **_STRING,
-        "description": "Server-sent events. The `data` of each is JSON, but for the last one, which is `[DONE]`.",
-        "contentMediaType": "text/event-stream",
-        "contentSchema": {"anyOf": [ref(name) for name in (*events, "ErrorEvent")]},
+        "description": "One server-sent event. Its data is JSON, but for the last one, where it is `[DONE]`.",
+        "type": "object",
+        "properties": {"event": _STRING, "data": data},
+        "required": ["data"],
     }
 
 
