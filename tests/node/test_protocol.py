@@ -27,6 +27,14 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
             break
     if scope["path"] == "/slow":
         await asyncio.sleep(0.5)
+    if scope["path"] in ("/stream", "/nothing"):
+        is_stream = scope["path"] == "/stream"
+        await send({"type": "http.response.start", "status": 200 if is_stream else 204})
+        for number in range(3 if is_stream else 0):
+            await send({"type": "http.response.body", "body": b"%d." % number, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b""})
+        return
     answer = f"{len(body)} bytes".encode()
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(answer))]})
     await send({"type": "http.response.body", "body": answer})
@@ -129,6 +137,55 @@ async def test_requests_within_the_limits_are_served_on_one_connection() -> None
         got = await exchange(UPLOAD, *body, b"0\r\nx-trailer: y\r\n\r\n", until=b"bytes")
         assert got.endswith(f"{0x1000 * 100} bytes".encode())
         assert (await exchange(HELLO * 3, until=b"0 bytesHTTP")).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    ("request_line", "body"),
+    [
+        ("GET /stream HTTP/1.0", b"0.1.2."),
+        ("GET /nothing HTTP/1.0", b""),
+        ("HEAD /stream HTTP/1.0", b""),
+        ("GET / HTTP/1.0", b"0 bytes"),
+    ],
+)
+async def test_http_1_0_gets_no_chunks(request_line: str, body: bytes) -> None:
+    async with connected() as exchange:
+        answer = await exchange(f"{request_line}\r\nhost: x\r\n\r\n".encode())
+    head, _, rest = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert rest == body
+
+
+async def test_http_1_1_gets_chunks() -> None:
+    async with connected() as exchange:
+        answer = await exchange(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n", until=b"0\r\n\r\n")
+    assert b"transfer-encoding: chunked" in answer
+    assert b"2\r\n0.\r\n2\r\n1.\r\n" in answer
+
+
+@pytest.mark.parametrize("nonsense", [b"\0\0\r\n\r\n", b"GET / HTTP/1.1\r\nhost\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"])
+async def test_nonsense_behind_a_request_does_not_take_its_answer(nonsense: bytes) -> None:
+    async with connected() as exchange:
+        answer = await exchange(b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n" + nonsense)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"\r\n\r\n0 bytesHTTP/1.1 400 " in answer
+
+
+@pytest.mark.parametrize("size", [b"-1", b"FFFFFFFFFFFFFFFFFF", b"x"])
+async def test_a_body_that_is_no_body_is_refused(size: bytes) -> None:
+    async with connected() as exchange:
+        answer = await exchange(UPLOAD, size + b"\r\nabc\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+async def test_a_star_is_a_path_of_options_alone() -> None:
+    async with connected() as exchange:
+        answer = await exchange(b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n", b"GET * HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 ") == 2
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"HTTP/1.1 400 " in answer
+    assert answer.endswith(b"is for OPTIONS alone.")
 
 
 async def test_a_connection_without_a_head_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

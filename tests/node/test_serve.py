@@ -79,7 +79,11 @@ def test_a_served_node_from_its_first_token_to_its_revocation(project: Path, edg
     url, server = edge_serve(project, *SERVE)
     account = f"{url}/client/v4/accounts/acme"
     with httpx.Client(headers={"authorization": f"Bearer {token}"}) as client:
-        assert client.get(f"{account}/ai/models/search").json()["success"] is True
+        searched = client.get(f"{account}/ai/models/search")
+        assert searched.json()["success"] is True
+        # The log says whose request it was, and under which id to ask.
+        line = f"Z acme {searched.headers['x-request-id']} GET /client/v4/accounts/acme/ai/models/search 200 ("
+        wait_for(lambda: line in server.output)
         # Nobody gets in without one, also from this machine, and not with that of `edge dev`.
         for headers in ({}, {"authorization": "Bearer dev"}):
             assert httpx.get(f"{account}/ai/models/search", headers=headers).status_code == 401

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import subprocess
 import sys
@@ -98,3 +99,11 @@ async def test_no_client_says_which_address_it_has() -> None:
 def test_what_clients_send_does_not_reach_the_terminal_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     log_access(Access("GET", "/\x1b[2J\nGET /admin", 404, True, 1.2, "no route for /\x1b[2J"))
     assert capsys.readouterr().err == "GET /�[2J�GET /admin 404 (1 ms)  no route for /�[2J\n"
+
+
+def test_a_shared_node_says_when_and_who(capsys: pytest.CaptureFixture[str]) -> None:
+    log_access(Access("GET", "/v1/models", 200, True, 1.2, account="acme", request_id="r1"), is_shared=True)
+    log_access(Access("GET", "/x", None, False, 2.0), is_shared=True)
+    time = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+    expected = rf"{time} acme r1 GET /v1/models 200 \(1 ms\)\n{time} - - GET /x hung up \(2 ms\)\n"
+    assert re.fullmatch(expected, capsys.readouterr().err)

@@ -21,12 +21,17 @@ class Access(msgspec.Struct, frozen=True):
     is_complete: bool
     """Whether the whole response was sent."""
     elapsed_ms: float
-    problem: str
+    problem: str = ""
     """Why it was refused or failed, if whoever served it said so; else empty."""
+    account: str = ""
+    """Whose token came with it, if that was looked at."""
+    request_id: str = ""
+    """What the response says that one can ask about, if it does."""
 
 
 class AccessLogged:
-    """Serves `app` and calls `log` after each HTTP request. What is served can say `scope["state"]["problem"]`."""
+    """Serves `app` and calls `log` after each HTTP request. What is served can say `problem`,
+    `account` and `request_id` in `scope["state"]`."""
 
     def __init__(self, app: ASGIApp, log: Callable[[Access], None]) -> None:
         self._app = app
@@ -56,4 +61,5 @@ class AccessLogged:
             await self._app(scope, receive, send_and_note)
         finally:
             elapsed_ms = (time.perf_counter() - started) * 1000
-            self._log(Access(method, path, status, is_complete, elapsed_ms, state.get("problem", "")))
+            said = (state.get(key, "") for key in ("problem", "account", "request_id"))
+            self._log(Access(method, path, status, is_complete, elapsed_ms, *said))

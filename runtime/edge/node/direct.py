@@ -248,4 +248,4 @@ class Exchange:
 
     def _log(self, *, is_complete: bool) -> None:
         elapsed_ms = (time.perf_counter() - self._started) * 1000
-        self._direct.log(Access(self._method, self._path, self._status, is_complete, elapsed_ms, ""))
+        self._direct.log(Access(self._method, self._path, self._status, is_complete, elapsed_ms))

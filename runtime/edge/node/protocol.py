@@ -29,6 +29,7 @@ LINGER_S = 2.0
 
 _TOO_LARGE = f"The request's head is over the limit of {MAX_HEAD_BYTES} bytes."
 _NO_HOST = "A request of HTTP/1.1 has one header `host`, with the name or address of this server and maybe a port."
+_NO_PATH = "The path `*` is for OPTIONS alone."
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[-A-Za-z0-9._~%!$&'()*+,;=]*)(:\d{0,5})?")
 _NOT_SIMPLE = frozenset({b"transfer-encoding", b"upgrade", b"expect"})
 """Headers of requests whose body comes bit by bit, or that become something else."""
@@ -36,7 +37,7 @@ _NOT_SIMPLE = frozenset({b"transfer-encoding", b"upgrade", b"expect"})
 
 class LimitedHttp(HttpToolsProtocol):
     """uvicorn's protocol; a client over a limit is disconnected. Requests carry the extensions `HANG_UP` and
-    `DISCONNECT`.
+    `DISCONNECT`. Those of HTTP/1.0, which proxies still speak, are answered without chunks.
 
     With `direct`, what is simple enough is not given to the ASGI app.
     """
@@ -47,6 +48,8 @@ class LimitedHttp(HttpToolsProtocol):
         self._in_message = False
         self._in_head = False
         self._is_refused = False
+        self._refusal: tuple[int, str] | None = None
+        """Status and reason, while an answer is under way that goes before."""
         self._idle_since: float | None = None
         self._held: _Held | None = None
         self._num_bytes = 0  # received since the piece in which the message, or a part of its body, began
@@ -93,8 +96,12 @@ class LimitedHttp(HttpToolsProtocol):
         if self._is_refused:
             return
         host, num_body_bytes = self._read_headers()
+        if self.url == b"*" and self.parser.get_method() == b"OPTIONS":  # about the server as a whole
+            self.url = b"/"
         if host is None:
             self._refuse(400, _NO_HOST)
+        elif self.url == b"*":
+            self._refuse(400, _NO_PATH)
         elif num_body_bytes is None or not self._may_go_directly():
             self._go_the_long_way()
         elif num_body_bytes:
@@ -129,6 +136,9 @@ class LimitedHttp(HttpToolsProtocol):
         self._gathered.flush()
         if self.pipeline or self.transport.is_closing():
             super().on_response_complete()
+            return
+        if self._refusal is not None:
+            self._hang_up_with(*self._refusal)
             return
         self.server_state.total_requests += 1
         self.flow.resume_reading()
@@ -182,6 +192,14 @@ class LimitedHttp(HttpToolsProtocol):
         """Refuse what is no HTTP."""
         if not self._is_refused:
             self._refuse(400, msg)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            unframed = _Unframed.of(cycle)
+            if self.cycle is cycle:  # else it is a further request's, which waits
+                self.cycle = unframed
+            cycle = unframed
+        super()._start_asgi_task(cycle, app)
 
     def _should_upgrade(self) -> bool:
         return not self._is_refused and super()._should_upgrade()
@@ -247,15 +265,25 @@ class LimitedHttp(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse(self, status: int, why: str) -> None:
+        """Read no more from this client, and say why, behind the answer that it waits for."""
+        self._is_refused = True
+        self._stop_timer()
+        if not self._is_answering():
+            self._hang_up_with(status, why)
+        elif not self.cycle.more_body:  # it came behind the request that is being answered
+            self._refusal = status, why
+        elif self.cycle.response_started:
+            self.transport.close()
+        else:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            self._hang_up_with(status, why)
+
+    def _hang_up_with(self, status: int, why: str) -> None:
         """Say why, and close the connection once the client has had time to read it.
 
         To close while it still sends would reset the connection, with which the answer could get lost.
         """
-        self._is_refused = True
-        self._stop_timer()
-        if self._is_answering():
-            self.transport.close()
-            return
         head = f"content-type: text/plain; charset=utf-8\r\ncontent-length: {len(why)}\r\nconnection: close\r\n\r\n"
         self.write_now(STATUS_LINE[status] + (head + why).encode())
         if self.transport.can_write_eof():
@@ -275,6 +303,30 @@ class LimitedHttp(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+
+class _Unframed(RequestResponseCycle):
+    """Answers HTTP/1.0: a body whose length is not known ends with the connection, since there are no chunks."""
+
+    _has_length = True
+
+    @classmethod
+    def of(cls, cycle: RequestResponseCycle) -> _Unframed:
+        """`cycle`, of which nothing has been sent."""
+        unframed = cls.__new__(cls)
+        unframed.__dict__.update(vars(cycle))
+        return unframed
+
+    async def send(self, message: Any) -> None:
+        """See ASGI."""
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            if b"content-length" not in names:
+                self.chunked_encoding = False
+                self._has_length = False
+        elif message["type"] == "http.response.body" and not self._has_length and self.scope["method"] != "HEAD":
+            self.expected_content_length = len(message.get("body", b""))  # uvicorn checks what it is told
+        await super().send(message)
 
 
 class _Held:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 
 from edge.auth.store import FILE_NAME, TokenStore
 from edge.config import Config
@@ -58,7 +59,7 @@ def run(configs: Sequence[Config], *, ip: str, port: int, drain_s: int, without_
 
 async def _serve(configs: Sequence[Config], server: Server, num_tokens: dict[str, int]) -> None:
     """Serve `configs`; `num_tokens` has the tokens by account, as they were at start."""
-    node = Node(configs[0], tokens={}, show_tracebacks=False, say=say, access_log=log_access)
+    node = Node(configs[0], tokens={}, show_tracebacks=False, say=say, access_log=partial(log_access, is_shared=True))
     async with node:
         for config in configs:
             node.use_ai(config)

@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, cast
 
@@ -201,13 +202,16 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def log_access(access: Access) -> None:
-    """A line for a request that is over."""
+def log_access(access: Access, *, is_shared: bool = False) -> None:
+    """A line for a request that is over; of a node that is shared, also when it was (UTC), and who made it."""
     if access.path == "/healthz":
         return
     outcome = "hung up" if access.status is None else str(access.status)
     cut = ", cut short" if access.status is not None and not access.is_complete else ""
     problem = f"  {access.problem[:_MAX_PROBLEM_CHARS]}" if access.problem else ""
     line = f"{access.method} {access.path} {outcome}{cut} ({access.elapsed_ms:.0f} ms){problem}"
+    if is_shared:
+        when = datetime.now(UTC).isoformat(timespec="milliseconds").removesuffix("+00:00")
+        line = f"{when}Z {access.account or '-'} {access.request_id or '-'} {line}"
     # What clients sent must not move the cursor of the terminal, or look like a line of its own.
     say(line if line.isprintable() else "".join(each if each.isprintable() else "�" for each in line))

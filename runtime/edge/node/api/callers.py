@@ -46,6 +46,7 @@ class Context:
         """What the request's token allows, with the checks of `principal`; without `scope` any token will do."""
         address = address_of(request)
         grant = self.authenticator.authenticate(credential_of(request.headers), address)
+        request.state.account = grant.account
         account = request.path_params.get("account", grant.account)
         if account != grant.account:
             raise UnknownAccount(
