@@ -105,7 +105,7 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
         "top_k": True,
         "max_tokens": "many",
         "messages": [{"role": "robot", "content": 5}],
-        "stop": [""],
+        "stop": [1],
         "stream": "yes",
     }
     with pytest.raises(InvalidInput) as caught:
@@ -118,7 +118,7 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
         "$.temperature is 9, must be a number from 0 to 5",
         "$.top_k is true, must be an integer from 1 to 50",
         '$.max_tokens is "many", must be an integer from 1 to 2147483647',
-        "$.stop is a list of 1, must be a string of 1 to 1000 characters, or a list of up to 16",
+        "$.stop is a list of 1, must be a string of at most 1000 characters, or a list of up to 16",
         '$.stream is "yes", must be true or false',
     ]
     assert caught.value.param == "prompt"
@@ -437,6 +437,12 @@ def test_any_message_is_valid_or_refused_as_an_input(messages: Any) -> None:
     except EdgeError as error:
         refusal = error
     assert refusal is None or refusal.status == 400
+
+
+@pytest.mark.parametrize(("stop", "stops"), [("", []), ([""], []), (["", "x", ""], ["x"]), ([], [])])
+def test_empty_stops_mean_nothing(stop: Any, stops: list[str]) -> None:
+    assert schemas.chat({"model": "m", "messages": HI, "stop": stop}).request.stop == stops
+    assert schemas.native({"prompt": "hi", "stop": stop}).stop == stops
 
 
 # -- the tables and their JSON Schemas ---------------------------------------------------------------------

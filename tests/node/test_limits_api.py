@@ -22,6 +22,7 @@ from edge.errors import EngineLost, TooManyRequests
 from edge.frames import Delta, Generate, Started, Usage
 from edge.node import api
 from edge.node.api import MAX_URL_BYTES, routes
+from edge.node.api.bodies import MAX_ACCOUNT_HELD_BYTES
 from edge.node.protocol import MAX_HEAD_BYTES, LimitedHttp
 from edge.pool.base import OnUsage
 
@@ -220,6 +221,35 @@ async def test_errors_say_whether_to_try_again() -> None:
     assert (lost.status_code, lost.headers["x-should-retry"], lost.headers["retry-after"]) == (503, "true", "1")
     assert (wrong.status_code, wrong.headers["x-should-retry"]) == (400, "false")
     assert "retry-after" not in wrong.headers
+
+
+async def test_an_account_with_large_bodies_under_way_keeps_out_no_other() -> None:
+    sent, go_on = asyncio.Queue[None](), asyncio.Event()
+
+    async def body(num_bytes: int) -> AsyncIterator[bytes]:
+        yield b'{"prompt": "' + b"x" * num_bytes
+        await sent.put(None)
+        await go_on.wait()
+        yield b'"}'
+
+    url, num_bodies = f"/client/v4/accounts/{{}}/ai/run/{MODEL}", 4
+    async with client_of(make_app()) as client, asyncio.timeout(HANG_S):
+        large = [
+            asyncio.create_task(
+                client.post(url.format("dev"), content=body(MAX_ACCOUNT_HELD_BYTES // num_bodies - 100))
+            )
+            for _ in range(num_bodies)
+        ]
+        for _ in large:
+            await sent.get()
+        refused = await client.post(url.format("dev"), json={"prompt": "y" * 1000})
+        assert failure(refused) == (429, 3040)
+        assert "of the account" in refused.text
+        theirs = {"authorization": "Bearer t2"}
+        assert (await client.post(url.format("other"), json=PROMPT, headers=theirs)).status_code == 200
+        go_on.set()
+        assert {response.status_code for response in await asyncio.gather(*large)} <= {200, 400, 413}
+        assert (await client.post(url.format("dev"), json=PROMPT)).status_code == 200  # all is given back
 
 
 # -- paths and methods -------------------------------------------------------------------------------------

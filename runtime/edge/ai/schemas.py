@@ -367,23 +367,21 @@ def _messages(roles: Mapping[str, str], *, required: bool = False) -> Custom:
 
 
 def _stop(max_stops: int) -> Custom:
-    """A string, or up to `max_stops` of them."""
+    """A string, or up to `max_stops` of them; empty ones, which no text ends with more than another, mean nothing."""
 
     def read(fields: Fields, path: str, value: Any) -> list[str]:
-        if value == "":
-            return []
         stops = [value] if isinstance(value, str) else value
         if (
             isinstance(stops, list)
             and len(stops) <= max_stops
-            and all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARS and is_unicode(stop) for stop in stops)
+            and all(isinstance(stop, str) and len(stop) <= MAX_STOP_CHARS and is_unicode(stop) for stop in stops)
         ):
-            return list(stops)
-        fields.wrong(path, value, f"a string of 1 to {MAX_STOP_CHARS} characters, or a list of up to {max_stops}")
+            return [stop for stop in stops if stop]
+        fields.wrong(path, value, f"a string of at most {MAX_STOP_CHARS} characters, or a list of up to {max_stops}")
         return []
 
     string = {"type": "string", "maxLength": MAX_STOP_CHARS}
-    strings = {"type": "array", "items": {**string, "minLength": 1}, "maxItems": max_stops}
+    strings = {"type": "array", "items": string, "maxItems": max_stops}
     return Custom("Texts that end the answer.", default=[], json={"anyOf": [string, strings]}, reader=read)
 
 

@@ -228,7 +228,8 @@ class TokenStore:
         try:
             yield
         except sqlite3.Error as error:
-            raise TokenStoreUnavailable(f"the tokens in {self.path} cannot be used: {error}") from error
+            # Clients read this, too, and where the file is, is not their affair.
+            raise TokenStoreUnavailable(f"the node's tokens ({self.path.name}) cannot be used: {error}") from error
 
 
 def _token(row: tuple[object, ...]) -> Token:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, State
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -143,7 +143,7 @@ class _Api:
             await send({"type": "websocket.close", "code": 1003, "reason": "WebSockets are not supported yet"})
             return
         await self._turns.wait()
-        held = Held(self._bodies)
+        held = Held(self._bodies, State(scope.setdefault("state", {})))
         try:
             await self._serve(scope, receive, send, held)
         finally:
@@ -151,7 +151,7 @@ class _Api:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, held: Held) -> None:
         request_id, report = new_id(), CallReport()
-        state = scope.setdefault("state", {})
+        state = scope["state"]
         state |= {"request_id": request_id, "report": report, "held": held, "api": self._config, "turns": self._turns}
         scope["path"] = joined(scope["path"].rstrip("/"))
         head_sent = False

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from starlette.datastructures import State
 from starlette.requests import Request
 
 from edge.ai.inputs import Binary, FormInputs
@@ -18,6 +20,8 @@ from edge.node.api.json_size import check_json_size
 MAX_BODY_BYTES = 10 << 20
 MAX_HELD_BYTES = 64 << 20
 """Of the bodies of all requests that are not answered yet; what they decode to takes a few times as much."""
+MAX_ACCOUNT_HELD_BYTES = MAX_HELD_BYTES // 2
+"""Of those of one account, so that none can keep all others out."""
 
 
 class Bodies:
@@ -26,6 +30,29 @@ class Bodies:
     def __init__(self) -> None:
         self.num_bytes = 0
         """Of all bodies under way."""
+        self._by_account: Counter[str] = Counter()
+
+    def take(self, account: str, num_bytes: int) -> None:
+        """Count so many bytes more of `account` as under way.
+
+        Raises:
+            OutOfCapacity: it has too many under way, or all have together. They are counted all the same.
+        """
+        self.num_bytes += num_bytes
+        self._by_account[account] += num_bytes
+        if self._by_account[account] > MAX_ACCOUNT_HELD_BYTES:
+            raise OutOfCapacity(
+                "too many large requests of the account are under way; try again later", retry_after_s=1
+            )
+        if self.num_bytes > MAX_HELD_BYTES:
+            raise OutOfCapacity("too many large requests are under way; try again later", retry_after_s=1)
+
+    def give_back(self, account: str, num_bytes: int) -> None:
+        """Count so many bytes of `account` as under way no longer."""
+        self.num_bytes -= num_bytes
+        self._by_account[account] -= num_bytes
+        if self._by_account[account] == 0:
+            del self._by_account[account]
 
     @asynccontextmanager
     async def json_of(self, request: Request) -> AsyncIterator[Any]:
@@ -35,7 +62,8 @@ class Bodies:
 
         Raises:
             RequestTooLarge: the body is longer than `MAX_BODY_BYTES`; not more than that is read.
-            OutOfCapacity: the bodies under way are longer than `MAX_HELD_BYTES` together.
+            OutOfCapacity: the bodies under way are longer than `MAX_HELD_BYTES` together, or those of the account longer
+                than `MAX_ACCOUNT_HELD_BYTES`.
             UnsupportedContent: it is compressed.
             InvalidJson: it is no JSON.
         """
@@ -85,7 +113,7 @@ class Bodies:
         content_type = request.headers.get("content-type", "")
         if _kind(content_type) != "form":
             raise UnsupportedContent(f"the body is {content_type[:100]!r}: send a form, as multipart/form-data")
-        held = Held(self, max_bytes, is_counted=folder is None)
+        held = Held(self, request.state, max_bytes, is_counted=folder is None)
         try:
             async with aclosing(held.chunks(request)) as chunks:
                 form = await read_form(chunks, content_type, folder, reserve)
@@ -96,7 +124,7 @@ class Bodies:
     @asynccontextmanager
     async def bytes_of(self, request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> AsyncIterator[bytearray]:
         """The body of `request` as it came. The same is raised as by `json_of`, but for its JSON."""
-        held = Held(self, max_bytes)
+        held = Held(self, request.state, max_bytes)
         try:
             body = bytearray()
             async with aclosing(held.chunks(request)) as chunks:
@@ -108,12 +136,16 @@ class Bodies:
 
 
 class Held:
-    """What one request has of `Bodies`, until it is released."""
+    """What one request has of `Bodies`, until it is released. Its `state` has the account, once that is known."""
 
-    def __init__(self, bodies: Bodies, max_bytes: int = MAX_BODY_BYTES, *, is_counted: bool = True) -> None:
+    def __init__(
+        self, bodies: Bodies, state: State, max_bytes: int = MAX_BODY_BYTES, *, is_counted: bool = True
+    ) -> None:
         self._bodies = bodies
+        self._state = state
         self._max_bytes = max_bytes
         self._is_counted = is_counted
+        self._account = ""
         self._num_bytes = 0
 
     async def chunks(self, request: Request) -> AsyncGenerator[bytes, None]:
@@ -133,19 +165,15 @@ class Held:
             yield chunk
 
     def take(self, num_bytes: int) -> None:
-        """Count so many bytes more as under way.
-
-        Raises:
-            OutOfCapacity: all requests have too many together.
-        """
+        """Count so many bytes more as under way. Raises what `Bodies.take` does."""
+        if self._num_bytes == 0:
+            self._account = getattr(self._state, "account", "")
         self._num_bytes += num_bytes
-        self._bodies.num_bytes += num_bytes
-        if self._bodies.num_bytes > MAX_HELD_BYTES:
-            raise OutOfCapacity("too many large requests are under way; try again later", retry_after_s=1)
+        self._bodies.take(self._account, num_bytes)
 
     def release(self) -> None:
         """Nothing of it is under way any more."""
-        self._bodies.num_bytes -= self._num_bytes
+        self._bodies.give_back(self._account, self._num_bytes)
         self._num_bytes = 0
 
 
