@@ -4,12 +4,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from doubles import MODEL, usage_record
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge.billing.bill import Bill, Cost, Grouping, call_costs, cents_string, make_bill, round_half_even
+from edge.billing.bill import Bill, Cost, Grouping, call_costs, cents_string, explain, make_bill, round_half_even
 from edge.billing.ledger import Ledger
 from edge.billing.meter import UsageRecord
 from edge.billing.prices import Price, PriceBook, load_prices
@@ -92,6 +93,7 @@ async def test_lines_are_exact_and_rounded_once(tmp_path: Path) -> None:
             "usd_exact": "0.683398243242",
             "usd": "0.68",
             "usd_residual": "0.003398243242",
+            "cache_saving_usd_exact": "0",
         },
     }
 
@@ -113,6 +115,73 @@ async def test_unpriced_is_not_free(tmp_path: Path) -> None:
     assert bill.to_json()["total"]["unpriced_requests"] == 1
     (by_worker,) = make_bill(tmp_path / "l", since_us=NOVEMBER[0], until_us=NOVEMBER[1], by="worker").lines
     assert (by_worker.unpriced_requests, by_worker.charged_requests, by_worker.is_unpriced) == (1, 1, False)
+
+
+async def test_what_cached_prompt_tokens_save_is_told(tmp_path: Path) -> None:
+    book = PriceBook("v1", "", 11, {MODEL: Price(100, 1, 10)}, "1/2")
+    counts = {"input_tokens": 1, "cached_input_tokens": 1000, "output_tokens": 5, "price_version": book.id}
+    records = [usage_record(**counts), usage_record(**counts, trigger="batch"), usage_record(**counts, status="error")]
+    with pytest.raises(ValueError, match="no whole number"):  # 1 times 1/2
+        book.in_batch(book.prices[MODEL])
+    book = PriceBook("v1", "", 11, {MODEL: Price(100, 2, 10)}, "1/2")
+    records = [msgspec.structs.replace(record, price_version=book.id) for record in records]
+    bill = await bill_of(tmp_path / "l", records, book)
+    assert bill.cache_saving == Cost(1000 * 90 + 1000 * 45, (1000 * 90 + 1000 * 45) * 11)
+    assert bill.to_json()["total"]["cache_saving_usd_exact"] == "0.000001485"
+
+
+@pytest.mark.parametrize(
+    ("by", "keys"),
+    [
+        ("day", ["2026-11-30"]),
+        ("hour", ["2026-11-30T12:00Z", "2026-11-30T13:00Z"]),
+        ("version", ["(no worker)", "demo v1"]),
+        ("trigger", ["binding", "rest"]),
+    ],
+)
+async def test_groupings_have_the_same_total(tmp_path: Path, by: Grouping, keys: list[str]) -> None:
+    noon = 1_796_040_000_000_000
+    records = [
+        usage_record(ended_at=noon),
+        usage_record(ended_at=noon + 3_599_999_999, trigger="rest"),
+        usage_record(ended_at=noon + 3_600_000_000, worker=None, version=None),
+    ]
+    bill = await bill_of(tmp_path / "l", records, by=by)
+    assert [line.key for line in bill.lines] == keys
+    assert bill.total_pico_dollars == 3 * (10 * 2457 + 2 * 18252) * 11
+
+
+async def test_the_cost_of_a_request_is_explained(tmp_path: Path) -> None:
+    book = PriceBook("v1", "", 11, {MODEL: Price(100, 20, 10)}, "1/2")
+    same = {"request_id": "r-7", "price_version": book.id, "cached_input_tokens": 4}
+    records = [
+        usage_record(id="a", **same),
+        usage_record(id="b", trigger="batch", **same),
+        usage_record(id="c", status="error", error_code=3043, **same),
+        usage_record(id="d", model="mystery", served_by="mystery", **same),
+        usage_record(id="e", price_version=book.id),
+    ]
+    bill = await bill_of(tmp_path / "l", records, book)
+    calls = explain(tmp_path / "l", "r-7")
+    assert [call.record.id for call in calls] == ["a", "b", "c", "d"]
+    assert [call.cost for call in calls] == call_costs(tmp_path / "l", records[:4])
+    assert calls[0].meters == [("input tokens", 10, 100), ("cached input tokens", 4, 10), ("output tokens", 2, 20)]
+    assert calls[1].meters == [("input tokens", 10, 50), ("cached input tokens", 4, 5), ("output tokens", 2, 10)]
+    for call in calls[:2]:
+        assert call.cost == Cost(
+            sum(n * each for _, n, each in call.meters), sum(n * each for _, n, each in call.meters) * 11
+        )
+    assert [call.note for call in calls] == [
+        "",
+        "Calls of batches cost 1/2 less.",
+        "Failed calls are not charged.",
+        "The price book has no price for mystery.",
+    ]
+    assert [call.record.id for call in explain(tmp_path / "l", "e")] == ["e"]
+    assert explain(tmp_path / "l", "r-8") == []
+    assert bill.total_pico_dollars == sum(
+        call.cost.pico_dollars for call in [*calls[:3], *explain(tmp_path / "l", "e")] if call.cost
+    )
 
 
 async def test_every_record_is_priced_by_the_book_that_it_names(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_migrations_are_recorded_and_applied_once(path: Path) -> None:
         with closing(connect(path)) as database:
             rows = database.execute("SELECT number, name FROM migrations").fetchall()
             modes = [database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")]
-        assert rows == [(1, "_m1_usage"), (2, "_m2_sandbox")]
+        assert rows == [(1, "_m1_usage"), (2, "_m2_sandbox"), (3, "_m3_requests")]
         assert modes == ["wal", 2]
 
 

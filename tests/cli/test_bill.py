@@ -1,5 +1,8 @@
 import asyncio
+import csv
+import io
 import json
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,7 +38,9 @@ def written(tmp_path: Path) -> None:
                 {"model": "mystery", "served_by": "mystery", "worker": None},
             )
         ):
-            await ledger.record(usage_record(id=f"u{minute}", ended_at=1_796_040_000_000_000 + minute, **changes))
+            ended_at = 1_796_040_000_000_000 + minute
+            times = {"started_at": ended_at - 1_000_000, "ended_at": ended_at}
+            await ledger.record(usage_record(id=f"u{minute}", **times, **changes))
         await ledger.close()
 
     asyncio.run(write())
@@ -48,7 +53,7 @@ def test_usage(run: Run) -> None:
     assert records[3] == {
         "id": "u0",
         "request_id": "r-1",
-        "started_at": 1_796_040_000_000_000,
+        "started_at": 1_796_039_999_000_000,
         "ended_at": 1_796_040_000_000_000,
         "account": "dev",
         "worker": "demo",
@@ -164,3 +169,63 @@ def test_a_broken_ledger_is_exit_code_1(run: Run, tmp_path: Path) -> None:
     result = run("bill")
     assert result.exit_code == 1
     assert "cannot be opened" in result.stderr
+
+
+@pytest.mark.usefixtures("written")
+def test_a_bill_as_csv(run: Run) -> None:
+    rows = list(csv.DictReader(io.StringIO(run("bill", "--month", "2026-11", "--format", "csv").stdout)))
+    lines = json.loads(run("bill", "--month", "2026-11", "--format", "json").stdout)["lines"]
+    assert [row["model"] for row in rows] == [line["model"] for line in lines]
+    assert [row["usd_exact"] for row in rows] == [line["usd_exact"] or "" for line in lines]
+    assert {row["since"] for row in rows} == {"2026-11-01T00:00:00Z"}
+    assert rows[0]["failed_output_tokens"] == str(lines[0]["failed"]["output_tokens"])
+    assert run("bill", "--month", "2026-10", "--format", "csv").stdout == "since,until,model\n"
+
+
+@pytest.mark.usefixtures("written")
+def test_the_cost_of_a_request_is_explained(run: Run) -> None:
+    calls = json.loads(run("bill", "explain", "r-1", "--json").stdout)
+    assert [(call["id"], call["usd_exact"]) for call in calls] == [
+        ("u0", "0.027027401544"),
+        ("u1", "0.000000671814"),
+        ("u2", "0"),
+        ("u3", None),
+    ]
+    assert calls[0]["meters"][0] == {
+        "meter": "input tokens",
+        "quantity": 10**6,
+        "neurons_each": "0.002457",
+        "neurons": "2457",
+    }
+    text = run("bill", "explain", "u0").stdout
+    assert "2457.036504 neurons x 0.011 USD per 1,000 = 0.027027401544 USD" in text
+    assert load_prices().id in text
+    assert "Failed calls are not charged." in run("bill", "explain", "u2").stdout
+    missing = run("bill", "explain", "nobody")
+    assert missing.exit_code == 2
+    assert "no call of the request 'nobody'" in missing.stderr
+
+
+@pytest.mark.usefixtures("written")
+def test_a_ledger_is_verified(run: Run, tmp_path: Path) -> None:
+    right = run("bill", "verify")
+    assert (right.exit_code, right.stdout) == (
+        0,
+        f"{tmp_path / FILE_NAME}: records 4, price books 1, 0.027028073358 USD: no differences\n",
+    )
+    with sqlite3.connect(tmp_path / FILE_NAME) as database:
+        database.execute("DROP TRIGGER price_books_no_update")
+        database.execute("UPDATE price_books SET content = replace(content, '2457', '2458')")
+    database.close()
+    wrong = run("bill", "verify", "--json")
+    assert wrong.exit_code == 1
+    assert "was changed" in json.loads(wrong.stdout)["differences"][0]
+
+
+def test_options_of_the_bill_are_for_the_bill(run: Run, tmp_path: Path) -> None:
+    refused = run("bill", "--month", "2026-11", "verify")
+    assert refused.exit_code == 2
+    assert "not for `edge bill verify`" in refused.stderr
+    before = click.testing.CliRunner().invoke(cli, ["bill", "--state-dir", str(tmp_path), "verify"])
+    assert before.stdout == f"{tmp_path / FILE_NAME}: records 0, price books 0, 0 USD: no differences\n"
+    assert "bill verify`?" in run("bill", "verfy").stderr

@@ -15,20 +15,23 @@ from typing import Any, Literal
 
 import msgspec
 
-from edge.billing.ledger import opened, price_books
+from edge.billing.ledger import opened, price_books, records_of
 from edge.billing.meter import UsageRecord
-from edge.billing.prices import PriceBook, dollars, neurons
+from edge.billing.prices import Price, PriceBook, dollars, neurons
 from edge.billing.times import iso_time
 from edge.errors import EdgeError
 
-Grouping = Literal["model", "worker", "account", "day"]
+Grouping = Literal["model", "worker", "version", "account", "trigger", "day", "hour"]
 NOTE = "List prices before free allocations. Failed calls are listed and not charged."
 _PICO_DOLLARS_PER_CENT = 10**10
 _GROUPED_BY = {
     "model": "model",
     "worker": "coalesce(worker, '(no worker)')",
+    "version": "coalesce(worker || ' ' || version, '(no worker)')",
     "account": "account",
-    "day": "date(ended_at / 1000000, 'unixepoch')",
+    "trigger": "trigger",
+    "day": "strftime('%Y-%m-%d', ended_at / 1000000, 'unixepoch')",
+    "hour": "strftime('%Y-%m-%dT%H:00Z', ended_at / 1000000, 'unixepoch')",
 }
 
 
@@ -61,8 +64,54 @@ class Cost(msgspec.Struct, frozen=True):
         return Cost(self.micro_neurons - other.micro_neurons, self.pico_dollars - other.pico_dollars)
 
 
+class Explained(msgspec.Struct, frozen=True):
+    """One call, and everything that was multiplied to get at what it costs."""
+
+    record: UsageRecord
+    cost: Cost | None
+    """None: its model has no price."""
+    book: PriceBook
+    price: Price | None
+    """None: it is not charged."""
+    tokens: Tokens
+    note: str
+    """Why it costs nothing, or less; else empty."""
+
+    @property
+    def meters(self) -> list[tuple[str, int, int]]:
+        """What was counted, how much, and the micro-neurons for each; without a price nothing."""
+        if self.price is None:
+            return []
+        cached = self.price.input if self.price.cached_input is None else self.price.cached_input
+        return [
+            ("input tokens", self.tokens.input_tokens, self.price.input),
+            ("cached input tokens", self.tokens.cached_input_tokens, cached),
+            ("output tokens", self.tokens.output_tokens, self.price.output),
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values: money and neurons as decimal strings, counts as integers."""
+        return {
+            **msgspec.structs.asdict(self.record),
+            "price_book": self.book.id,
+            "usd_per_1000_neurons": dollars(1000 * 10**6 * self.book.pico_dollars_per_micro_neuron),
+            "meters": [
+                {
+                    "meter": meter,
+                    "quantity": quantity,
+                    "neurons_each": neurons(each),
+                    "neurons": neurons(quantity * each),
+                }
+                for meter, quantity, each in self.meters
+            ],
+            "note": self.note,
+            "neurons": None if self.cost is None else neurons(self.cost.micro_neurons),
+            "usd_exact": None if self.cost is None else dollars(self.cost.pico_dollars),
+        }
+
+
 class Line(msgspec.Struct):
-    """All calls of one model, worker, account or day."""
+    """All calls of one model, worker, account or whatever else the bill is by."""
 
     key: str
     charged_requests: int = 0
@@ -78,6 +127,8 @@ class Line(msgspec.Struct):
     """Of the charged ones, those of asynchronous batches."""
     batch_discount: Cost = Cost(0, 0)
     """What they would have cost more; the amounts of this line are without it."""
+    cache_saving: Cost = Cost(0, 0)
+    """What the cached prompt tokens would have cost more if they had not been; the amounts are without it."""
     price_versions: set[str] = msgspec.field(default_factory=set)
 
     @property
@@ -119,6 +170,14 @@ class Bill(msgspec.Struct, frozen=True):
         """Sum of the exact lines."""
         return sum(line.pico_dollars for line in self.lines)
 
+    @property
+    def cache_saving(self) -> Cost:
+        """What prompt tokens saved by being cached."""
+        saving = Cost(0, 0)
+        for line in self.lines:
+            saving = saving.plus(line.cache_saving)
+        return saving
+
     def to_json(self) -> dict[str, Any]:
         """The bill as JSON values: money and neurons as decimal strings, counts as integers, times in ISO 8601."""
         lines = self.lines
@@ -138,6 +197,7 @@ class Bill(msgspec.Struct, frozen=True):
                 "usd_exact": dollars(self.total_pico_dollars),
                 "usd": cents_string(self.total_cents),
                 "usd_residual": dollars(self.total_pico_dollars - self.total_cents * _PICO_DOLLARS_PER_CENT),
+                "cache_saving_usd_exact": dollars(self.cache_saving.pico_dollars),
             },
         }
 
@@ -148,6 +208,14 @@ def make_bill(ledger: Path, *, since_us: int, until_us: int, by: Grouping, accou
     Raises:
         EdgeError: the ledger cannot be read, or lacks the price book that a record names.
     """
+    with opened(ledger) as database:
+        return bill_in(database, since_us=since_us, until_us=until_us, by=by, account=account)
+
+
+def bill_in(
+    database: sqlite3.Connection, *, since_us: int, until_us: int, by: Grouping, account: str | None = None
+) -> Bill:
+    """`make_bill` of a ledger that is open."""
     query = f"""
         SELECT {_GROUPED_BY[by]}, status = 'error', model, served_by, price_version, trigger = 'batch', count(*),
                sum(input_tokens), sum(cached_input_tokens), sum(output_tokens), sum(compute_us)
@@ -155,9 +223,8 @@ def make_bill(ledger: Path, *, since_us: int, until_us: int, by: Grouping, accou
         WHERE ended_at >= :since AND ended_at < :until AND (:account IS NULL OR account = :account)
         GROUP BY 1, 2, 3, 4, 5, 6 ORDER BY 1
     """
-    with opened(ledger) as database:
-        rows = database.execute(query, {"since": since_us, "until": until_us, "account": account}).fetchall()
-        return Bill(since_us, until_us, by, _lines(rows, price_books(database)))
+    rows = database.execute(query, {"since": since_us, "until": until_us, "account": account}).fetchall()
+    return Bill(since_us, until_us, by, _lines(rows, price_books(database)))
 
 
 def call_costs(ledger: Path, records: Iterable[UsageRecord]) -> list[Cost | None]:
@@ -170,15 +237,33 @@ def call_costs(ledger: Path, records: Iterable[UsageRecord]) -> list[Cost | None
     """
     with opened(ledger) as database:
         books = price_books(database)
-    return [_call_cost(record, books) for record in records]
+    return [_explained(record, books).cost for record in records]
 
 
-def _call_cost(record: UsageRecord, books: dict[str, PriceBook]) -> Cost | None:
-    if record.status == "error":
-        return Cost(0, 0)
-    tokens = Tokens(record.input_tokens, record.cached_input_tokens, record.output_tokens)
+def explain(ledger: Path, label: str) -> list[Explained]:
+    """How what the calls of a request cost comes about; `label` is the request's id, or the id of one call's record.
+
+    Raises:
+        EdgeError: the ledger cannot be read, or lacks the price book that a record names.
+    """
+    with opened(ledger) as database:
+        books = price_books(database)
+        records = records_of(database, label)
+    return [_explained(record, books) for record in records]
+
+
+def _explained(record: UsageRecord, books: dict[str, PriceBook]) -> Explained:
     book = _book(books, record.price_version)
-    return _cost(tokens, book, record.model, record.served_by, is_batch=record.trigger == "batch")
+    listed = book.price(record.model, record.served_by)
+    is_batch = record.trigger == "batch"
+    tokens = Tokens(record.input_tokens, record.cached_input_tokens, record.output_tokens)
+    if record.status == "error":
+        return Explained(record, Cost(0, 0), book, None, tokens, "Failed calls are not charged.")
+    if listed is None:
+        return Explained(record, None, book, None, tokens, f"The price book has no price for {record.model}.")
+    price = book.in_batch(listed) if is_batch else listed
+    note = f"Calls of batches cost {book.batch_discount} less." if is_batch and book.batch_discount else ""
+    return Explained(record, _amount(tokens, price, book), book, price, tokens, note)
 
 
 def _lines(rows: Iterable[sqlite3.Row], books: dict[str, PriceBook]) -> list[Line]:
@@ -192,18 +277,21 @@ def _lines(rows: Iterable[sqlite3.Row], books: dict[str, PriceBook]) -> list[Lin
             line.failed.add(tokens)
             continue
         book = _book(books, price_version)
-        cost = _cost(tokens, book, model, served_by, is_batch=bool(is_batch))
-        listed = _cost(tokens, book, model, served_by, is_batch=False)
-        if cost is None or listed is None:
+        listed = book.price(model, served_by)
+        if listed is None:
             line.unpriced_requests += num_requests
             line.unpriced.add(tokens)
             continue
+        price = book.in_batch(listed) if is_batch else listed
+        cost = _amount(tokens, price, book)
         line.charged_requests += num_requests
         line.charged.add(tokens)
         line.micro_neurons += cost.micro_neurons
         line.pico_dollars += cost.pico_dollars
         line.batch_requests += num_requests if is_batch else 0
-        line.batch_discount = line.batch_discount.plus(listed).minus(cost)
+        line.batch_discount = line.batch_discount.plus(_amount(tokens, listed, book)).minus(cost)
+        uncached = Tokens(tokens.input_tokens + tokens.cached_input_tokens, 0, tokens.output_tokens)
+        line.cache_saving = line.cache_saving.plus(_amount(uncached, price, book)).minus(cost)
         line.price_versions.add(price_version)
     return list(lines.values())
 
@@ -217,12 +305,7 @@ def _book(books: dict[str, PriceBook], price_version: str) -> PriceBook:
     return books[price_version]
 
 
-def _cost(tokens: Tokens, book: PriceBook, model: str, served_by: str, *, is_batch: bool) -> Cost | None:
-    price = book.price(model, served_by)
-    if price is None:
-        return None
-    if is_batch:
-        price = book.in_batch(price)
+def _amount(tokens: Tokens, price: Price, book: PriceBook) -> Cost:
     micro_neurons = price.micro_neurons(**msgspec.structs.asdict(tokens))
     return Cost(micro_neurons, micro_neurons * book.pico_dollars_per_micro_neuron)
 

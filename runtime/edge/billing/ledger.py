@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -230,7 +230,22 @@ def latest_records(
     with opened(path) as database:
         wanted = {"since": since_us or 0, "model": model, "account": account, "limit": limit}
         rows = database.execute(query, wanted).fetchall()
-    return [UsageRecord(**dict(zip(_COLUMNS, row, strict=True))) for row in rows]
+    return list(map(_record, rows))
+
+
+def records_of(database: sqlite3.Connection, label: str) -> list[UsageRecord]:
+    """The records of the request with the id `label`, or the record with that id, in the order in which they ended."""
+    query = f"SELECT {', '.join(_COLUMNS)} FROM usage WHERE request_id = :label OR id = :label ORDER BY ended_at, id"
+    return [_record(row) for row in database.execute(query, {"label": label})]
+
+
+def all_records(database: sqlite3.Connection) -> Iterator[UsageRecord]:
+    """Every record, in the order in which they were written."""
+    return map(_record, database.execute(f"SELECT {', '.join(_COLUMNS)} FROM usage ORDER BY rowid"))
+
+
+def _record(row: tuple[Any, ...]) -> UsageRecord:
+    return UsageRecord(**dict(zip(_COLUMNS, row, strict=True)))
 
 
 def price_books(database: sqlite3.Connection) -> dict[str, PriceBook]:
@@ -341,5 +356,9 @@ def _m2_sandbox(database: sqlite3.Connection) -> None:
     database.execute("ALTER TABLE usage ADD COLUMN sandbox INTEGER NOT NULL DEFAULT 0")
 
 
-_MIGRATIONS: tuple[sqlite.Migration, ...] = (_m1_usage, _m2_sandbox)
+def _m3_requests(database: sqlite3.Connection) -> None:
+    database.execute("CREATE INDEX usage_by_request ON usage (request_id)")
+
+
+_MIGRATIONS: tuple[sqlite.Migration, ...] = (_m1_usage, _m2_sandbox, _m3_requests)
 """Applied once each, in this order, and recorded in the table `migrations`; a released one is never edited."""

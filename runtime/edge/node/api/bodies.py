@@ -62,8 +62,8 @@ class Bodies:
 
         Raises:
             RequestTooLarge: the body is longer than `MAX_BODY_BYTES`; not more than that is read.
-            OutOfCapacity: the bodies under way are longer than `MAX_HELD_BYTES` together, or those of the account longer
-                than `MAX_ACCOUNT_HELD_BYTES`.
+            OutOfCapacity: the bodies under way are longer than `MAX_HELD_BYTES` together, or those of the account
+                longer than `MAX_ACCOUNT_HELD_BYTES`.
             UnsupportedContent: it is compressed.
             InvalidJson: it is no JSON.
         """
