@@ -34,7 +34,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("edge", deadline=None)
-settings.register_profile("quick", settings.get_profile("edge"), max_examples=20)
+settings.register_profile("quick", settings.get_profile("edge"), max_examples=10)
 settings.load_profile("edge")
 
 ROOT = Path(__file__).parent.parent

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
 EDGE = [sys.executable, "-c", "from edge.cli import main; main()"]
@@ -46,3 +47,8 @@ def wait_for(condition: Callable[[], Any], limit_s: float = 120) -> Any:
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.05)
     return value
+
+
+def mostly_slow(values: Iterable[Any], num_quick: int = 1) -> list[Any]:
+    """`values` as parameters of a test, of which the quick subset takes the first `num_quick`."""
+    return [value if i < num_quick else pytest.param(value, marks=pytest.mark.slow) for i, value in enumerate(values)]

@@ -121,6 +121,7 @@ def test_the_sandbox_is_held_against_the_configured_policy(
         assert check["fix"] != ""
 
 
+@pytest.mark.slow
 def test_the_sandbox_is_really_tried(project: Path) -> None:
     _, checks = examine()
     check = checks["sandbox"]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from helpers import mostly_slow
 
 from edge.config import ModelOptions
 from edge.engine import runner
@@ -408,7 +409,7 @@ def test_guessing_changes_no_answer(tmp_path: Path, kernels: Kernels) -> None:
     assert num_steps[1] < num_steps[0], "some guess must have been right"
 
 
-@pytest.mark.parametrize("kv", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("kv", mostly_slow(["bfloat16", "int8", "int4"]))
 def test_a_crowd_without_room_changes_no_answer(tmp_path: Path, kernels: Kernels, kv: Any) -> None:
     folder = tiny_models.save_folder(
         tmp_path / "even", hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=1

@@ -205,6 +205,7 @@ def test_generation_does_not_wait_for_prompts_whose_tokens_are_counted(
     assert ends == {8: "cancelled", 9: "length"}  # what was not read when it was cancelled is not read
 
 
+@pytest.mark.slow
 def test_plain_prompts_do_not_wait_for_a_flood_of_schemas(start: Callable[..., Engine], folder: Path) -> None:
     engine = start()
     engine.load(folder)
@@ -245,6 +246,7 @@ def test_the_process_ends_when_its_socket_closes(start: Callable[..., Engine], f
     assert engine.wait() == 0
 
 
+@pytest.mark.slow
 def test_bytes_that_are_no_frames_end_the_process(start: Callable[..., Engine]) -> None:
     engine = start()
     engine.socket.sendall(b"\0\0\0\1\xc1")

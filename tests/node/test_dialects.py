@@ -68,6 +68,7 @@ async def test_answers_are_bare_and_streams_end_with_done_once(
 
 
 @pytest.mark.parametrize("model", [CHAT_MODEL, STAND_IN])
+@pytest.mark.slow
 async def test_langchain_finds_the_usage_of_a_stream_once(model: str) -> None:
     """It adds up what it finds, and leaves chunks without choices unread."""
     pytest.importorskip("langchain_cloudflare")

@@ -122,6 +122,7 @@ async def run(client: httpx.AsyncClient, lora: str, model: str = "tiny") -> http
     return await client.post(f"/run/{model}", json={"prompt": "hi", "lora": lora})
 
 
+@pytest.mark.slow
 async def test_a_finetune_from_its_making_to_its_end(
     server: Server, clients: tuple[httpx.AsyncClient, httpx.AsyncClient], adapter: Path
 ) -> None:
@@ -207,6 +208,7 @@ async def test_what_is_on_disk_is_found_again(
         again.finetunes.close()
 
 
+@pytest.mark.slow
 async def test_accounts_do_not_see_each_other(
     server: Server, clients: tuple[httpx.AsyncClient, httpx.AsyncClient], adapter: Path
 ) -> None:
@@ -317,6 +319,7 @@ async def test_bad_uploads(
     assert sorted(path.name for path in server.folder.iterdir() if path.is_dir()) == [id]
 
 
+@pytest.mark.slow
 async def test_an_adapter_that_engines_would_refuse_is_refused(
     server: Server, clients: tuple[httpx.AsyncClient, httpx.AsyncClient], adapter: Path, tmp_path: Path
 ) -> None:
@@ -428,6 +431,7 @@ async def test_a_full_disk_is_said(
     assert (await upload(alice, id, adapter / FILES[0])).status_code == 200
 
 
+@pytest.mark.slow
 async def test_a_finetune_changes_what_a_model_says(tmp_path: Path, adapter: Path) -> None:
     """All parts together: a node with an engine, and a model's own adapter beside those of accounts."""
     state = tmp_path / "state"

