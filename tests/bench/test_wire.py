@@ -43,10 +43,11 @@ def test_a_node_with_the_stub_answers_and_streams(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(wire, "NUM_STREAMS", 4)
     settings = Settings(state_dir=tmp_path, peers=False, quick=True, sections=("requests", "streams"))
     rows: list[dict[str, Any]] = [dataclasses.asdict(row) for row in wire.run(settings)[0]]
-    assert len(rows) == 12
+    assert len(rows) == 13
     assert all(row["value"] >= 0 for row in rows), json.dumps(rows)
-    per_s, late = rows[0], rows[7]
+    per_s, late, burst = rows[0], rows[7], rows[8]
     assert per_s["value"] > 10
     # Without the peer, what is about it is no pass.
     assert (per_s["ok"], per_s["note"]) == (False, "measured with --peers")
     assert late["metric"].endswith("late tokens")
+    assert (burst["metric"].endswith("in one instant"), burst["ok"]) == (True, None)
