@@ -128,13 +128,28 @@ def test_the_console_script_is_interrupted_quietly(tmp_path: Path) -> None:
     assert (process.returncode, stdout, stderr) == (130, "", "")
 
 
+@pytest.mark.parametrize("buffering", ["", "1"])
 @pytest.mark.parametrize("arguments", [["models", "list"], ["bill", "--json"], ["--help"]])
-def test_output_that_cannot_be_written_is_an_error_of_one_line(tmp_path: Path, arguments: list[str]) -> None:
+def test_output_that_cannot_be_written_is_an_error_of_one_line(
+    tmp_path: Path, arguments: list[str], buffering: str
+) -> None:
     (tmp_path / "edge.toml").write_text('name = "demo"\nmain = "worker.py"\n')
     (tmp_path / "worker.py").write_text("")
     with open("/dev/full", "w") as full:
-        result = subprocess.run([*EDGE, *arguments], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True)
+        environment = os.environ | {"PYTHONUNBUFFERED": buffering}
+        command = [*EDGE, *arguments]
+        result = subprocess.run(command, cwd=tmp_path, env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (result.returncode, result.stderr) == (1, "error: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize("buffering", ["", "1"])
+def test_a_reader_that_goes_away_is_no_error_to_speak_of(tmp_path: Path, buffering: str) -> None:
+    environment = os.environ | {"PYTHONUNBUFFERED": buffering}
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "w") as nobody:
+        done = subprocess.run([*EDGE, "--help"], env=environment, stdout=nobody, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_names_and_paths_that_are_no_text_are_refused(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ this one.
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -118,7 +120,12 @@ def cli() -> None:
 def main() -> None:
     """The console script `edge`."""
     try:
-        sys.exit(cli.main(prog_name="edge"))
-    except OSError as error:  # the disk behind stdout is full, for example; a closed pipe is click's own business
-        click.echo(f"error: {error}", err=True)
+        try:
+            cli.main(prog_name="edge")
+        finally:
+            sys.stdout.flush()
+    except OSError as error:  # the disk behind stdout is full, for example, or nobody reads it any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it is not tried again
+        if error.errno != errno.EPIPE:
+            click.echo(f"error: {error}", err=True)
         sys.exit(1)
