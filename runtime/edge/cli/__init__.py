@@ -123,7 +123,7 @@ def main() -> None:
         try:
             cli.main(prog_name="edge")
         finally:
-            sys.stdout.flush()
+            print(end="", flush=True)  # where there is a stdout
     except OSError as error:  # the disk behind stdout is full, for example, or nobody reads it any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it is not tried again
         if error.errno != errno.EPIPE:
